@@ -1,0 +1,1 @@
+"""DSpark speculative decoding in JAX: train, measure and run drafters."""

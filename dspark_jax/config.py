@@ -1,0 +1,142 @@
+"""Frozen configurations. Shapes of decoders and drafters here; run configurations live with the code they drive."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+LayerType = Literal["full_attention", "sliding_attention"]
+HeadType = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of a decoder.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: "default"; "linear" divides all frequencies by `factor`; "llama3" divides the low ones only.
+        factor: context extension factor.
+        low_freq_factor, high_freq_factor, original_max_position: the band of llama3's interpolation.
+    """
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape of a Llama- or Qwen3-style decoder: of a target, or of a drafter's layers.
+
+    Attributes:
+        family: Hugging Face `model_type`.
+        qk_norm: RMSNorm over the head width of queries and keys before RoPE (Qwen3).
+        layer_types: one entry a layer; "sliding_attention" sees the last `sliding_window` positions only.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    qk_norm: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    layer_types: tuple[LayerType, ...] = ()
+    sliding_window: int | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types names {len(self.layer_types)} layers, num_layers is {self.num_layers}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types contains sliding_attention but sliding_window is not set")
+
+    def window(self, layer: int) -> int | None:
+        """Attention window of a layer; `layer_types` decides, not the mere presence of `sliding_window`."""
+        sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if sliding else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """What a drafter is: its decoder layers, what it taps, how long its blocks are, its heads.
+
+    Attributes:
+        kind: "dspark" (also DFlash: `markov_rank` 0 and no confidence head) or "eagle3".
+        decoder: shape of the drafter's own layers; `num_layers` is the draft depth.
+        target_layers: number of layers of the target it was made for.
+        target_layer_ids: tapped layers, counting from 0; -1 is the embedding output; never the last.
+        block_size: gamma, draft tokens per round; for EAGLE-3 the number of training-time-test steps.
+        mask_token_id: fills block inputs after the anchor (parallel drafters only).
+        markov_rank: 0 means no sequential head.
+        num_anchors: anchors per row in training (recorded in checkpoints).
+        step_loss_decay: EAGLE-3's factor between training-time-test steps.
+    """
+
+    kind: Literal["dspark", "eagle3"]
+    decoder: DecoderConfig
+    target_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int = 7
+    mask_token_id: int | None = None
+    markov_rank: int = 0
+    markov_head: HeadType = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = True
+    num_anchors: int = 512
+    step_loss_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, found {self.block_size}")
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty: a drafter needs at least one tapped layer")
+        for layer in self.target_layer_ids:
+            if layer == self.target_layers - 1:
+                raise ValueError(
+                    f"target_layer_ids taps layer {layer}, the target's last: its stored value is ambiguous between raw "
+                    f"and normed; tap one of -1..{self.target_layers - 2}"
+                )
+            if not -1 <= layer < self.target_layers:
+                raise ValueError(f"target_layer_ids contains {layer}; the target has layers -1..{self.target_layers - 2} to tap")
+        if self.kind == "eagle3" and self.decoder.num_layers != 1:
+            raise ValueError(
+                f"EAGLE-3 has exactly one layer (its cache update is only correct for one), found {self.decoder.num_layers}"
+            )
+        if self.kind == "dspark":
+            if self.mask_token_id is None:
+                raise ValueError("a parallel drafter needs mask_token_id")
+            if not 0 <= self.mask_token_id < self.decoder.vocab_size:
+                raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.decoder.vocab_size}")
+
+    @property
+    def name(self) -> str:
+        """The drafter's common name: DSpark, DFlash or EAGLE-3."""
+        if self.kind == "eagle3":
+            return "EAGLE-3"
+        return "DSpark" if self.markov_rank or self.confidence_head else "DFlash"
+
+
+def spread_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Taps spread evenly from the second layer to the third from last, never the last.
+
+    Example: `spread_layer_ids(36) == (1, 9, 17, 25, 33)`, the released taps of Qwen3-4B.
+    """
+    if num_layers < count + 1:
+        raise ValueError(f"{num_layers} layers are too few for {count} distinct taps below the last layer")
+    first, last = (1, num_layers - 3) if num_layers >= count + 3 else (0, num_layers - 2)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))

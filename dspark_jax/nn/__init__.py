@@ -1,0 +1,1 @@
+"""Decoder sublayers shared by targets and drafters."""

@@ -1,0 +1,182 @@
+"""How decoder layers attend: over whole rows, or over a slot cache for ragged batches.
+
+Layers receive an `attend` function (DESIGN's attention contract) that is already bound to its mask or plan; they do
+not know whether they run whole rows or a ragged batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.types import RaggedTokens
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Static facts of one layer's attention.
+
+    Attributes:
+        scale: factor on query-key products.
+        window: a query at position p sees keys in (p - window, ...) only; None sees all.
+    """
+
+    scale: float
+    window: int | None = None
+
+
+Attend = Callable[[AttentionSpec, Array, Array, Array, Any], tuple[Array, Any]]
+"""`attend(spec, q[..., N, H], k[..., K, H], v[..., K, H], cache) -> (out[..., N, H], cache)`."""
+
+
+def masked_attention(
+    q: Float[Array, "... Q N H"],
+    k: Float[Array, "... M K H"],
+    v: Float[Array, "... M K H"],
+    mask: Bool[Array, "... Q M"],
+    scale: float,
+) -> Float[Array, "... Q N H"]:
+    """Grouped-query softmax attention in float32; a query that sees no key yields 0.
+
+    Args:
+        q: queries; the N heads are K groups of N/K neighbours.
+        k: keys.
+        v: values.
+        mask: True where a query may see a key; broadcast over heads.
+        scale: factor on the scores.
+    """
+    kv_heads = k.shape[-2]
+    grouped = q.reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
+    scores = jnp.einsum("...qkgh,...mkh->...kgqm", grouped, k, preferred_element_type=jnp.float32) * scale
+    probs = masked_softmax(scores, mask[..., None, None, :, :])
+    out = jnp.einsum("...kgqm,...mkh->...qkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def masked_softmax(scores: Float[Array, "... M"], mask: Bool[Array, "... M"]) -> Float[Array, "... M"]:
+    """Softmax over the visible entries; all zeros where nothing is visible."""
+    low = jnp.finfo(scores.dtype).min
+    peak = jnp.max(jnp.where(mask, scores, low), axis=-1, keepdims=True)
+    weights = jnp.where(mask, jnp.exp(jnp.minimum(scores - peak, 0.0)), 0.0)
+    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
+
+
+def causal_mask(
+    positions: Int[Array, "B L"], segments: Int[Array, "B L"], window: int | None = None
+) -> Bool[Array, "B L L"]:
+    """Queries see keys of their own segment at or before them; segment 0 is padding and sees nothing.
+
+    Example, segments [1, 1, 2, 2, 0] with positions [0, 1, 0, 1, 0]:
+        1 . . . .
+        1 1 . . .
+        . . 1 . .
+        . . 1 1 .
+        . . . . .
+    """
+    query, key = positions[:, :, None], positions[:, None, :]
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
+    mask = same & (key <= query)
+    return mask if window is None else mask & (key > query - window)
+
+
+def rows_attend(positions: Int[Array, "B L"], segments: Int[Array, "B L"]) -> Attend:
+    """Attention over whole rows `[B, L]`: causal, inside segments; no cache."""
+
+    def attend(spec: AttentionSpec, q, k, v, cache):
+        return masked_attention(q, k, v, causal_mask(positions, segments, spec.window), spec.scale), cache
+
+    return attend
+
+
+@struct.dataclass
+class KVCache:
+    """Keys (normed and rotated) and values of one layer by slot and absolute position, `[S, C, K, H]`.
+
+    Rolling back is not writing: whoever attends says how many positions are visible, later rows overwrite.
+    """
+
+    k: Float[Array, "S C K H"]
+    v: Float[Array, "S C K H"]
+
+    @classmethod
+    def create(cls, slots: int, length: int, kv_heads: int, head_dim: int, dtype: Any = jnp.float32) -> KVCache:
+        """Return an empty cache."""
+        shape = (slots, length, kv_heads, head_dim)
+        return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+    def write(self, slots: Int[Array, "T"], positions: Int[Array, "T"], k: Array, v: Array) -> KVCache:
+        """Store rows; out-of-range slots (padding) and positions past the end are dropped."""
+        return KVCache(
+            k=self.k.at[slots, positions].set(k.astype(self.k.dtype), mode="drop"),
+            v=self.v.at[slots, positions].set(v.astype(self.v.dtype), mode="drop"),
+        )
+
+
+@struct.dataclass
+class RaggedPlan:
+    """Where the rows of a ragged batch sit in the `[S, Q]` rectangle that attention works on.
+
+    Attributes:
+        batch: the batch the plan was made for.
+        row_of: row index of the q-th query of a slot, `[S, Q]`; T (out of range) where there is none.
+        offset: q of each row, `[T]`.
+        visible: a row sees its slot's cache positions `< visible[row]`, `[T]`.
+    """
+
+    batch: RaggedTokens
+    row_of: Int[Array, "S Q"]
+    offset: Int[Array, "T"]
+    visible: Int[Array, "T"]
+
+
+def make_plan(
+    batch: RaggedTokens, num_slots: int, rows_per_slot: int, visible: Int[Array, "T"] | None = None
+) -> RaggedPlan:
+    """Compute the rectangle of a ragged batch once per forward.
+
+    Args:
+        batch: rows of a slot contiguous, consecutive positions, padding last.
+        num_slots: S.
+        rows_per_slot: Q, at least the number of rows of any slot (static: part of the bucket).
+        visible: override of what each row sees; by default a row sees itself and all before it.
+
+    Example, slots [0, 1, 1, 2] with S = 2 and Q = 2 gives row_of [[0, 4], [1, 2]] and offset [0, 0, 1, 0].
+    """
+    rows = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
+    total = batch.slots.shape[0]
+    # The first row of each slot; the scatter drops padding.
+    start = jnp.full((num_slots,), total, jnp.int32).at[batch.slots].min(rows, mode="drop")
+    count = jnp.zeros((num_slots,), jnp.int32).at[batch.slots].add(1, mode="drop")
+    q = jnp.arange(rows_per_slot, dtype=jnp.int32)
+    row_of = jnp.where(q[None, :] < count[:, None], start[:, None] + q[None, :], total)
+    offset = rows - jnp.take(start, batch.slots, mode="fill", fill_value=0)
+    return RaggedPlan(
+        batch=batch,
+        row_of=row_of,
+        offset=jnp.where(batch.slots < num_slots, offset, 0),
+        visible=batch.positions + 1 if visible is None else visible,
+    )
+
+
+def cache_attend(plan: RaggedPlan) -> Attend:
+    """Attention of ragged rows over the slot cache; writes the rows' keys and values first."""
+
+    def attend(spec: AttentionSpec, q, k, v, cache: KVCache):
+        slots, positions = plan.batch.slots, plan.batch.positions
+        cache = cache.write(slots, positions, k, v)
+        rectangle = jnp.take(q, plan.row_of, axis=0, mode="fill", fill_value=0)
+        until = jnp.take(plan.visible, plan.row_of, mode="fill", fill_value=0)
+        key = jnp.arange(cache.k.shape[1], dtype=jnp.int32)
+        mask = key[None, None, :] < until[:, :, None]
+        if spec.window is not None:
+            at = jnp.take(positions, plan.row_of, mode="fill", fill_value=0)
+            mask &= key[None, None, :] > at[:, :, None] - spec.window
+        out = masked_attention(rectangle, cache.k, cache.v, mask, spec.scale)
+        return out.at[slots, plan.offset].get(mode="fill", fill_value=0), cache
+
+    return attend

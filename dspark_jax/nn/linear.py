@@ -1,0 +1,77 @@
+"""Linear layers with weights in checkpoint layout and mixed-precision products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+
+def product(x: Float[Array, "... I"], weight: Float[Array, "O I"], dtype: Any) -> Float[Array, "... O"]:
+    """Compute `x @ weight.T` in `dtype` with float32 accumulation, forward and backward.
+
+    Args:
+        x: inputs, any leading axes.
+        weight: `[out, in]`, the checkpoint layout; it also reads rows in order, which is what a one-token step is bound by.
+        dtype: type of the operands; the result has it too, the weight's gradient is in the weight's own type.
+    """
+    if dtype == jnp.float32:
+        return jnp.einsum("...i,oi->...o", x.astype(dtype), weight.astype(dtype))
+    return _low_precision_product(x.astype(dtype), weight)
+
+
+@jax.custom_vjp
+def _low_precision_product(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    # Accumulating in float32 and rounding once is both more exact and, on CPUs with matrix units, several times faster.
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _product_forward(x, weight):
+    return _low_precision_product(x, weight), (x, weight)
+
+
+def _product_backward(residuals, cotangent):
+    x, weight = residuals
+    cotangent = cotangent.astype(x.dtype)
+    dx = jnp.einsum("...o,oi->...i", cotangent, weight.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    rows, outs = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
+    dw = jnp.einsum("to,ti->oi", outs, rows, preferred_element_type=jnp.float32).astype(weight.dtype)
+    return dx, dw
+
+
+_low_precision_product.defvjp(_product_forward, _product_backward)
+
+
+class Linear(nn.Module):
+    """Affine map; parameter `weight` is `[out, in]` as in checkpoints, `bias` `[out]`."""
+
+    features: int
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+    stddev: float = 0.02
+    zero_init: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        init = nn.initializers.zeros if self.zero_init else nn.initializers.normal(self.stddev)
+        out = product(x, self.param("weight", init, (self.features, x.shape[-1]), jnp.float32), self.dtype)
+        if self.use_bias:
+            out = out + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
+        return out
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32 times `weight` (the Llama and Qwen3 convention, not one plus the weight)."""
+
+    eps: float
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * scale * weight.astype(jnp.float32)).astype(self.dtype)

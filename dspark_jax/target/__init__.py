@@ -1,0 +1,1 @@
+"""The frozen language model: transformer, loading, tokenizer."""

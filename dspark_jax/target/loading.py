@@ -1,0 +1,143 @@
+"""Load a target: Hugging Face folder or hub name, GGUF file, or the packaged name `smollm2-135m`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.config import DecoderConfig
+from dspark_jax.files import smollm2_gguf
+from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json, resolve_folder
+from dspark_jax.target.gguf import read_gguf
+from dspark_jax.target.tokenizer import load_tokenizer, stop_token_ids
+from dspark_jax.target.transformer import Transformer
+from dspark_jax.types import Params, TargetTables
+
+PACKAGED_TARGETS = ("smollm2-135m",)
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A loaded target.
+
+    Attributes:
+        name: name or path it was loaded from.
+        config: its shape.
+        params: decoder parameters.
+        tables: embedding and head.
+        tokenizer: a transformers tokenizer; None for folders without one.
+        stop_token_ids: tokens that end a response.
+        dtype: type of weights, products and caches.
+    """
+
+    name: str
+    config: DecoderConfig
+    params: Params
+    tables: TargetTables
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    dtype: Any
+
+
+def load_target(name_or_path: str, *, dtype: Any = jnp.float32) -> Target:
+    """Load a target for inference or as the frozen half of training.
+
+    Args:
+        name_or_path: `smollm2-135m`, a `.gguf` file, a Hugging Face folder, or a hub name.
+        dtype: type of weights, products and caches (float32 or bfloat16).
+
+    Raises:
+        FileNotFoundError: the file, folder or hub name cannot be had.
+        ValueError: a family or key that is not supported, a tensor that is missing, unknown or mis-shaped.
+    """
+    if name_or_path in PACKAGED_TARGETS:
+        source: Path = smollm2_gguf()
+    elif name_or_path.endswith(".gguf"):
+        source = Path(name_or_path).expanduser()
+        if not source.exists():
+            raise FileNotFoundError(f"{source} does not exist; give a .gguf file, a model folder or a hub name")
+    else:
+        source = resolve_folder(name_or_path, _HUB_FILES)
+    if source.suffix == ".gguf":
+        config, tensors = read_gguf(source)
+        tokenizer, generation = load_tokenizer(source), None
+    else:
+        config = decoder_config(read_json(source / "config.json"), str(source / "config.json"))
+        folder = SafetensorsFolder(source)
+        tensors = {name: folder.read(name) for name in folder.names()}
+        has_tokenizer = (source / "tokenizer.json").exists() or (source / "tokenizer_config.json").exists()
+        tokenizer = load_tokenizer(source) if has_tokenizer else None
+        generation_file = source / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.exists() else None
+    params, tables = build_params(config, tensors, dtype, str(source))
+    return Target(
+        name=name_or_path,
+        config=config,
+        params=params,
+        tables=tables,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(tokenizer, generation),
+        dtype=dtype,
+    )
+
+
+def build_params(
+    config: DecoderConfig, tensors: dict[str, np.ndarray], dtype: Any, where: str
+) -> tuple[Params, TargetTables]:
+    """Arrange checkpoint tensors as parameters and tables.
+
+    Raises:
+        ValueError: a missing, mis-shaped or left-over tensor, named.
+    """
+    left = {name.removeprefix("model."): value for name, value in tensors.items()}
+    left = {name: value for name, value in left.items() if not name.endswith("rotary_emb.inv_freq")}
+    embed = _take(left, "embed_tokens.weight", (config.vocab_size, config.hidden_size), where, dtype)
+    if "lm_head.weight" in left and not config.tie_word_embeddings:
+        head = _take(left, "lm_head.weight", (config.vocab_size, config.hidden_size), where, dtype)
+    elif config.tie_word_embeddings:
+        left.pop("lm_head.weight", None)
+        head = embed
+    else:
+        raise ValueError(f"{where}: tensor 'lm_head.weight' is missing and tie_word_embeddings is false")
+    params = arrange(parameter_shapes(config), left, where, dtype)
+    if left:
+        raise ValueError(f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all); the config does not account for them")
+    return params, TargetTables(embed=embed, head=head)
+
+
+def parameter_shapes(config: DecoderConfig) -> Params:
+    """Abstract decoder parameters of a config, without allocating them."""
+
+    def init(key: jax.Array) -> Params:
+        x, positions = jnp.zeros((1, config.hidden_size)), jnp.zeros((1,), jnp.int32)
+        return Transformer(config).init(key, x, positions, lambda spec, q, k, v, cache: (q, cache))["params"]
+
+    return jax.eval_shape(init, jax.random.key(0))
+
+
+def checkpoint_name(path: tuple[Any, ...]) -> str:
+    """Checkpoint name of a parameter path: `layers_0/mlp/up_proj/weight` is `layers.0.mlp.up_proj.weight`."""
+    return re.sub(r"layers_(\d+)", r"layers.\1", ".".join(key.key for key in path))
+
+
+def arrange(shapes: Params, tensors: dict[str, np.ndarray], where: str, dtype: Any) -> Params:
+    """Fill a tree of abstract parameters from tensors by name, taking them out of `tensors`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _take(tensors, checkpoint_name(path), leaf.shape, where, dtype), shapes
+    )
+
+
+def _take(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], where: str, dtype: Any) -> jax.Array:
+    if name not in tensors:
+        raise ValueError(f"{where}: tensor {name!r} is missing")
+    value = tensors.pop(name)
+    if value.shape != tuple(shape):
+        raise ValueError(f"{where}: tensor {name!r} has shape {value.shape}, the config asks for {tuple(shape)}")
+    return jnp.asarray(value, dtype)

@@ -1,0 +1,127 @@
+"""The target's decoder stack, run over whole rows or over ragged batches with the same layer code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.config import DecoderConfig
+from dspark_jax.nn.attention import Attend, KVCache, RaggedPlan, cache_attend, rows_attend
+from dspark_jax.nn.decoder import DecoderLayer
+from dspark_jax.nn.linear import RMSNorm
+from dspark_jax.types import Params, TargetFeatures, TargetTables
+
+
+class Transformer(nn.Module):
+    """Decoder layers and final norm; embedding and head live in `TargetTables`."""
+
+    config: DecoderConfig
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "... D"],
+        positions: Int[Array, "..."],
+        attend: Attend,
+        caches: tuple[Any, ...] | None = None,
+        tap_ids: tuple[int, ...] = (),
+    ) -> tuple[TargetFeatures, tuple[Any, ...]]:
+        """Run all layers.
+
+        Args:
+            x: embedded tokens.
+            positions: absolute position of each row.
+            attend: bound attention.
+            caches: one entry a layer, or None without caches.
+            tap_ids: layers whose raw output (residual stream) is returned, in this order; -1 is the embedding output.
+
+        Returns:
+            Features (taps concatenated on the last axis) and the updated caches.
+        """
+        caches = caches if caches is not None else (None,) * self.config.num_layers
+        raw, new_caches = {-1: x}, []
+        # Unrolled on purpose: a scan that carries the caches copies them every step.
+        for i in range(self.config.num_layers):
+            x, cache = DecoderLayer(self.config, i, self.dtype, name=f"layers_{i}")(x, positions, attend, caches[i])
+            new_caches.append(cache)
+            if i in tap_ids:
+                raw[i] = x
+        taps = jnp.concatenate([raw[i] for i in tap_ids], axis=-1) if tap_ids else None
+        last = RMSNorm(self.config.rms_norm_eps, self.dtype, name="norm")(x)
+        return TargetFeatures(taps=taps, last_hidden=last), tuple(new_caches)
+
+
+def check_tap_ids(config: DecoderConfig, tap_ids: tuple[int, ...]) -> None:
+    """Refuse taps that do not exist, and the last layer (raw and normed conventions disagree there).
+
+    Raises:
+        ValueError: names the layer and the allowed range.
+    """
+    for i in tap_ids:
+        if not -1 <= i < config.num_layers - 1:
+            raise ValueError(
+                f"cannot tap layer {i} of a target with {config.num_layers} layers: allowed are -1 (embedding output) to "
+                f"{config.num_layers - 2}; the last layer's stored value is ambiguous between raw and normed"
+            )
+
+
+def forward_rows(
+    config: DecoderConfig,
+    params: Params,
+    tables: TargetTables,
+    tokens: Int[Array, "B L"],
+    segments: Int[Array, "B L"],
+    positions: Int[Array, "B L"],
+    tap_ids: tuple[int, ...] = (),
+    dtype: Any = jnp.float32,
+) -> TargetFeatures:
+    """Run whole rows, causal inside each segment.
+
+    Args:
+        config: shape of the target.
+        params: decoder parameters.
+        tables: embedding and head.
+        tokens: token ids.
+        segments: document number of each token, from 1; 0 is padding.
+        positions: position of each token inside its document.
+        tap_ids: layers to tap.
+        dtype: type of products and residual stream.
+
+    Returns:
+        Taps `[B, L, F*D]` and last hidden `[B, L, D]`.
+    """
+    features, _ = Transformer(config, dtype).apply(
+        {"params": params}, tables.embed_tokens(tokens, dtype), positions, rows_attend(positions, segments), None, tap_ids
+    )
+    return features
+
+
+def forward_ragged(
+    config: DecoderConfig,
+    params: Params,
+    tables: TargetTables,
+    caches: tuple[KVCache, ...],
+    plan: RaggedPlan,
+    tap_ids: tuple[int, ...] = (),
+    dtype: Any = jnp.float32,
+) -> tuple[TargetFeatures, tuple[KVCache, ...]]:
+    """Run a ragged batch over the slot caches: prompt chunks, decoding and verification alike.
+
+    Returns:
+        Features with one row a token (`[T, F*D]`, `[T, D]`) and the caches with the batch's rows written.
+    """
+    batch = plan.batch
+    return Transformer(config, dtype).apply(
+        {"params": params}, tables.embed_tokens(batch.tokens, dtype), batch.positions, cache_attend(plan), caches, tap_ids
+    )
+
+
+def create_caches(config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.float32) -> tuple[KVCache, ...]:
+    """Empty caches, one a layer."""
+    return tuple(
+        KVCache.create(slots, length, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)
+    )
