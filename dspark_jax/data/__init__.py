@@ -1,0 +1,1 @@
+"""Training data: chat rendering and loss masks, conversation files, packing, batches, the target cache."""

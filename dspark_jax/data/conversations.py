@@ -1,0 +1,394 @@
+"""Conversation files to token ids: read JSONL, apply stated policies, tokenize, count what was kept and why not.
+
+Three row forms are read: `{"conversations": [{"role", "content"}, …]}`, `{"messages": …}`, and
+`{"prompt", "response", "finish"}`, where `finish == "length"` says that the answer was cut: no end-of-turn token.
+
+Policy: rows that begin with the assistant are dropped; consecutive turns of one role are kept as they are; tool calls
+and tool turns are kept; a row whose answers are all empty teaches nothing and is dropped. Every drop has a reason in
+the summary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, UInt8
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from dspark_jax.data.chat import (
+    ChatOptions,
+    RenderedConversation,
+    SpanNotFoundError,
+    encode_conversations,
+    render_conversation,
+)
+from dspark_jax.files import fingerprint
+from dspark_jax.progress import Progress
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+ROLE_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+TOKENIZE_ROWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestOptions:
+    """Policies of turning conversation files into training rows.
+
+    Attributes:
+        max_length: tokens kept of a row; the rest is cut off on the right.
+        min_loss_tokens: rows with fewer supervised tokens after the cut are dropped.
+        chat: rendering policy.
+    """
+
+    max_length: int = 4096
+    min_loss_tokens: int = 14
+    chat: ChatOptions = field(default_factory=ChatOptions)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of a conversation file.
+
+    Attributes:
+        id: its `id`, or file name and line number where it has none.
+        domain: its `domain`, or "".
+        messages: `role`/`content` mappings.
+        complete: False when the last answer was cut by a length limit.
+        source_index: number of the row in the files as read, dropped rows included.
+    """
+
+    id: str
+    domain: str
+    messages: list[dict[str, Any]]
+    complete: bool
+    source_index: int
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """Tokenized rows in flat arrays; row i is `tokens[offsets[i]:offsets[i + 1]]`.
+
+    Attributes:
+        tokens: all token ids, `[total]`.
+        loss_mask: 1 where the token is supervised, `[total]`.
+        offsets: row boundaries, `[rows + 1]`.
+        source_index: row number in the files as read, `[rows]`; survives splits, and is the sample id of target caches.
+        ids: row ids.
+        domains: row domains.
+    """
+
+    tokens: Int[np.ndarray, "total"]
+    loss_mask: UInt8[np.ndarray, "total"]
+    offsets: Int[np.ndarray, "rows_plus_1"]
+    source_index: Int[np.ndarray, "rows"]
+    ids: tuple[str, ...]
+    domains: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "rows"]:
+        """Tokens of every row."""
+        return np.diff(self.offsets)
+
+    @property
+    def fingerprint(self) -> str:
+        """Short content hash: equal iff tokens, masks, boundaries and ids are."""
+        return fingerprint([self.tokens, self.loss_mask, self.offsets, self.source_index, self.ids])
+
+    def row(self, index: int) -> tuple[Int[np.ndarray, "L"], UInt8[np.ndarray, "L"]]:
+        """Return views of the token ids and the loss mask of row `index`."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return self.tokens[part], self.loss_mask[part]
+
+    def subset(self, rows: Sequence[int] | np.ndarray) -> TokenizedCorpus:
+        """Return a corpus of the given rows, in the given order."""
+        parts = [self.row(int(i)) for i in rows]
+        lengths = [len(x) for x, _ in parts]
+        return TokenizedCorpus(
+            tokens=np.concatenate([x for x, _ in parts] or [np.zeros(0, np.int32)]),
+            loss_mask=np.concatenate([x for _, x in parts] or [np.zeros(0, np.uint8)]),
+            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            source_index=self.source_index[np.asarray(rows, np.int64)],
+            ids=tuple(self.ids[int(i)] for i in rows),
+            domains=tuple(self.domains[int(i)] for i in rows),
+        )
+
+    @staticmethod
+    def from_rows(rows: Sequence[tuple[Conversation, np.ndarray, np.ndarray]]) -> TokenizedCorpus:
+        """Build a corpus from (conversation, token ids, loss mask) triples."""
+        lengths = [len(tokens) for _, tokens, _ in rows]
+        return TokenizedCorpus(
+            tokens=np.concatenate([np.asarray(x, np.int32) for _, x, _ in rows] or [np.zeros(0, np.int32)]),
+            loss_mask=np.concatenate([np.asarray(x, np.uint8) for *_, x in rows] or [np.zeros(0, np.uint8)]),
+            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            source_index=np.asarray([x.source_index for x, *_ in rows], np.int64),
+            ids=tuple(x.id for x, *_ in rows),
+            domains=tuple(x.domain for x, *_ in rows),
+        )
+
+
+@dataclass
+class IngestSummary:
+    """What became of the rows of conversation files: `kept + dropped.total() == rows`.
+
+    Attributes:
+        rows: non-blank lines read.
+        kept: rows that went into the corpus.
+        clipped: kept rows that lost tokens to `max_length`.
+        dropped: number of rows by reason.
+        examples: the first row id for every reason.
+        tokens: tokens kept.
+        loss_tokens: supervised tokens kept.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    clipped: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    loss_tokens: int = 0
+
+    def drop(self, reason: str, row_id: str) -> None:
+        """Count one dropped row."""
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, row_id)
+
+    def table(self) -> Table:
+        """Return the summary as a table for the terminal."""
+        table = Table(title=f"{self.rows:,} conversations read", title_justify="left")
+        table.add_column("outcome")
+        table.add_column("rows", justify="right")
+        table.add_column("note")
+        table.add_row("kept", f"{self.kept:,}", f"{self.tokens:,} tokens, {self.loss_tokens:,} supervised")
+        table.add_row("  of these clipped", f"{self.clipped:,}", "longer than max_length")
+        for reason, count in self.dropped.most_common():
+            table.add_row("dropped", f"{count:,}", f"{reason} (first: {self.examples[reason]})")
+        return table
+
+
+class _RowError(ValueError):
+    """A row is dropped; the message is the reason that is counted."""
+
+
+def load_corpus(
+    paths: str | Path | Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    options: IngestOptions | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> tuple[TokenizedCorpus, IngestSummary]:
+    """Read, render and tokenize conversation files.
+
+    Args:
+        paths: JSONL files, in order.
+        tokenizer: the target's fast tokenizer with its chat template.
+        options: policies; the defaults when None.
+        vocab_size: rows of the target's embedding; ids outside are refused. None takes `len(tokenizer)`.
+
+    Returns:
+        The corpus and the account of every row.
+
+    Raises:
+        ValueError: when no row survives (the message holds the reasons), or a token id is outside the vocabulary.
+    """
+    options = options or IngestOptions()
+    paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    summary = IngestSummary()
+    kept: list[tuple[Conversation, np.ndarray, np.ndarray]] = []
+    pending: list[tuple[Conversation, RenderedConversation]] = []
+    with Progress("tokenizing", unit="rows") as progress:
+        for conversation in read_conversations(paths, summary):
+            try:
+                rendered = render_conversation(
+                    tokenizer, conversation.messages, options.chat, complete=conversation.complete
+                )
+            except SpanNotFoundError as error:
+                summary.drop(f"assistant span: {str(error).splitlines()[0]}", conversation.id)
+                continue
+            pending.append((conversation, rendered))
+            if len(pending) == TOKENIZE_ROWS:
+                kept += _tokenize(tokenizer, pending, options, summary)
+                progress.update(len(pending), kept=len(kept))
+                pending = []
+        kept += _tokenize(tokenizer, pending, options, summary)
+        progress.update(len(pending), kept=len(kept))
+    if not kept:
+        raise ValueError(f"No training row in {[str(x) for x in paths]}: dropped {dict(summary.dropped)}.")
+    corpus = TokenizedCorpus.from_rows(kept)
+    check_token_ids(corpus.tokens, len(tokenizer) if vocab_size is None else vocab_size, "the tokenized corpus")
+    return corpus, summary
+
+
+def read_conversations(paths: Sequence[str | Path], summary: IngestSummary) -> Iterator[Conversation]:
+    """Yield the well-formed conversations of JSONL files and count the others in `summary`.
+
+    Args:
+        paths: JSONL files, in order.
+        summary: receives the number of rows and a reason for every dropped one.
+
+    Yields:
+        Conversations that hold at least one answer.
+    """
+    for path in paths:
+        # Undecodable bytes stay inside their own line: that row is dropped instead of the file.
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            for number, line in enumerate(file):
+                if not line.strip():
+                    continue
+                row_id = f"{Path(path).stem}-{number:07d}"
+                try:
+                    conversation = _parse(line, row_id, summary.rows)
+                except _RowError as error:
+                    summary.drop(str(error), f"{Path(path).name} line {number + 1}")
+                else:
+                    yield conversation
+                finally:
+                    summary.rows += 1
+
+
+def split_validation(corpus: TokenizedCorpus, every: int = 50) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+    """Split by row id, before any shuffle, into training and validation rows.
+
+    A row is validation when the number at the end of its id is divisible by `every` (ids without a number use a hash
+    of the id), so that the split survives reordering, filtering and more data.
+
+    Args:
+        corpus: all rows.
+        every: one row in this many is held out.
+
+    Returns:
+        Training rows and validation rows; no id is in both.
+    """
+    held_out = np.asarray([row_number(x) % every == 0 for x in corpus.ids], bool)
+    return corpus.subset(np.flatnonzero(~held_out)), corpus.subset(np.flatnonzero(held_out))
+
+
+def row_number(row_id: str) -> int:
+    """Return the number at the end of a row id, or a stable hash of the id when it has none."""
+    found = re.search(r"(\d+)\s*$", row_id)
+    return int(found[1]) if found else int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big")
+
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
+    """Refuse ids that have no row in the embedding: on the device they would read another row, or NaN, unnoticed.
+
+    Raises:
+        ValueError: naming the offending id and the size of the vocabulary.
+    """
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if bad.any():
+        raise ValueError(
+            f"Token id {int(np.asarray(tokens)[bad][0])} in {where} is outside the vocabulary of {vocab_size} "
+            f"({int(bad.sum())} such ids): the tokenizer does not belong to this target."
+        )
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase,
+    pending: Sequence[tuple[Conversation, RenderedConversation]],
+    options: IngestOptions,
+    summary: IngestSummary,
+) -> list[tuple[Conversation, np.ndarray, np.ndarray]]:
+    kept = []
+    encoded = encode_conversations(tokenizer, [x for _, x in pending])
+    for (conversation, _), (tokens, mask) in zip(pending, encoded, strict=True):
+        clipped = len(tokens) > options.max_length
+        supervised_before = int(mask.sum())
+        tokens, mask = tokens[: options.max_length], mask[: options.max_length]
+        supervised = int(mask.sum())
+        if clipped and supervised == 0 and supervised_before:
+            summary.drop("answer lies beyond max_length", conversation.id)
+        elif supervised < max(options.min_loss_tokens, 1):
+            summary.drop(f"fewer than {options.min_loss_tokens} supervised tokens", conversation.id)
+        else:
+            summary.kept += 1
+            summary.clipped += clipped
+            summary.tokens += len(tokens)
+            summary.loss_tokens += supervised
+            kept.append((conversation, tokens, mask))
+    return kept
+
+
+def _parse(line: str, row_id: str, source_index: int) -> Conversation:
+    try:
+        row = json.loads(line.encode("utf-8", "surrogateescape"))
+    except (json.JSONDecodeError, UnicodeError):
+        raise _RowError("broken JSON") from None
+    if not isinstance(row, dict):
+        raise _RowError("row is not a JSON object")
+    messages, complete = _messages_of(row)
+    _check_roles(messages)
+    return Conversation(
+        id=str(row.get("id", row_id)),
+        domain=str(row.get("domain", "")),
+        messages=messages,
+        complete=complete,
+        source_index=source_index,
+    )
+
+
+def _messages_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """Messages with plain-text contents, and whether the last answer is complete."""
+    finish = row.get("finish", "stop")
+    if finish not in ("stop", "length"):
+        raise _RowError("unknown finish (expected stop or length)")
+    if "conversations" in row or "messages" in row:
+        raw = row.get("conversations", row.get("messages"))
+        if not isinstance(raw, list):
+            raise _RowError("conversation is not a list")
+        messages = [_message(x) for x in raw]
+    elif "prompt" in row and "response" in row:
+        messages = [
+            _message({"role": "user", "content": row["prompt"]}),
+            _message({"role": "assistant", "content": row["response"]}),
+        ]
+    else:
+        raise _RowError("no conversations, messages or prompt and response")
+    cut = finish == "length" and bool(messages) and messages[-1]["role"] == "assistant"
+    return messages, not cut
+
+
+def _message(raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict) or not isinstance(raw.get("role", raw.get("from")), str):
+        raise _RowError("message without a role")
+    role = str(raw.get("role", raw.get("from")))
+    role = ROLE_ALIASES.get(role, role)
+    if role not in ROLES:
+        raise _RowError(f"unknown role {role!r}")
+    content = raw.get("content", raw.get("value"))
+    if isinstance(content, list):
+        if not all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in content):
+            raise _RowError("message content that is not text")
+        content = "".join(x["text"] for x in content)
+    if content is None and role != "assistant":
+        raise _RowError(f"{role} message without content")
+    if content is not None and not isinstance(content, str):
+        raise _RowError("message content that is not text")
+    if content is not None and any("\ud800" <= x <= "\udfff" for x in content):
+        raise _RowError("message content with lone surrogates")
+    return {**raw, "role": role, "content": content}
+
+
+def _check_roles(messages: Sequence[dict[str, Any]]) -> None:
+    turns = [x for x in messages if x["role"] not in ("system", "developer")]
+    if not messages:
+        raise _RowError("empty conversation")
+    answers = [x for x in turns if x["role"] == "assistant"]
+    if not answers:
+        raise _RowError("no assistant turn")
+    if turns[0]["role"] == "assistant":
+        raise _RowError("begins with the assistant")
+    if not any((x["content"] or "").strip() or x.get("tool_calls") for x in answers):
+        raise _RowError("every answer is empty")
