@@ -1,0 +1,1 @@
+"""Training: anchors, losses, optimizer, step, checkpoints, loop."""
