@@ -69,7 +69,7 @@ class Progress:
         else:
             self._line("stopped" if kind else "done")
 
-    def update(self, n: float = 1, **fields: Any) -> None:
+    def update(self, n: int | float = 1, **fields: Any) -> None:
         """Advance by `n` units and show `fields` (name=value) next to the rate.
 
         Args:
