@@ -106,14 +106,14 @@ class TokenizedCorpus:
         """Short content hash: equal iff tokens, masks, boundaries and ids are."""
         return fingerprint([self.tokens, self.loss_mask, self.offsets, self.source_index, self.ids])
 
-    def row(self, index: int) -> tuple[Int[np.ndarray, "L"], UInt8[np.ndarray, "L"]]:
+    def row(self, index: int | np.integer) -> tuple[Int[np.ndarray, "L"], UInt8[np.ndarray, "L"]]:
         """Return views of the token ids and the loss mask of row `index`."""
         part = slice(self.offsets[index], self.offsets[index + 1])
         return self.tokens[part], self.loss_mask[part]
 
     def subset(self, rows: Sequence[int] | np.ndarray) -> TokenizedCorpus:
         """Return a corpus of the given rows, in the given order."""
-        parts = [self.row(int(i)) for i in rows]
+        parts = [self.row(i) for i in rows]
         lengths = [len(x) for x, _ in parts]
         return TokenizedCorpus(
             tokens=np.concatenate([x for x, _ in parts] or [np.zeros(0, np.int32)]),

@@ -39,7 +39,7 @@ class PackingIndex:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def row(self, index: int) -> Int[np.ndarray, "n"]:
+    def row(self, index: int | np.integer) -> Int[np.ndarray, "n"]:
         """Return the documents of row `index`."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 

@@ -115,7 +115,7 @@ class BatchSource:
             )
         self._features = features
         if features is not None:
-            missing = [int(x) for x in corpus.source_index if int(x) not in features]
+            missing = [int(x) for x in corpus.source_index if x not in features]
             if missing:
                 raise ValueError(
                     f"{len(missing)} of {len(corpus)} documents are not in the target cache {features.path} "
@@ -124,7 +124,7 @@ class BatchSource:
         self.fingerprint = fingerprint([corpus.fingerprint, self._index.fingerprint, batch_size, seed])
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
-    def batch(self, k: int) -> Batch:
+    def batch(self, k: int | np.integer) -> Batch:
         """Return batch `k` (from 0).
 
         Raises:
@@ -134,7 +134,7 @@ class BatchSource:
             raise ValueError(f"Batch {k} does not exist: batches are numbered from 0.")
         epoch, place = divmod(int(k), self.batches_per_epoch)
         rows = self._epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
-        documents = [[int(x) for x in self._index.row(int(row))] for row in rows]
+        documents = [self._index.row(row).tolist() for row in rows]
         tokens, loss_mask, segments, positions = fill_rows(
             [[self.corpus.row(x) for x in row] for row in documents], self.sequence_length
         )
@@ -166,7 +166,7 @@ class BatchSource:
     def epoch_documents(self, epoch: int) -> Int[np.ndarray, "n"]:
         """Return the documents that the batches of `epoch` hold, in order."""
         rows = self._epoch_order(epoch)[: self.batches_per_epoch * self.batch_size]
-        return np.concatenate([self._index.row(int(x)) for x in rows])
+        return np.concatenate([self._index.row(x) for x in rows])
 
     def _epoch_order(self, epoch: int) -> Int[np.ndarray, "rows"]:
         known, order = self._order
@@ -184,7 +184,7 @@ class BatchSource:
         for row, parts in enumerate(documents):
             start = 0
             for document in parts:
-                sample = features.by_id(int(self.corpus.source_index[document]))
+                sample = features.by_id(self.corpus.source_index[document])
                 if not np.array_equal(sample.input_ids, self.corpus.row(document)[0]):
                     raise ValueError(
                         f"Sample {sample.sample_id} of {features.path} was made from other tokens than document "

@@ -145,7 +145,7 @@ class TargetCacheWriter:
 
     def append(
         self,
-        sample_id: int,
+        sample_id: int | np.integer,
         input_ids: np.ndarray,
         attention_mask: np.ndarray | None,
         loss_mask: np.ndarray,
@@ -330,7 +330,7 @@ class TargetCache:
     def __iter__(self) -> Iterator[CachedSample]:
         return (self[i] for i in range(len(self)))
 
-    def __contains__(self, sample_id: int) -> bool:
+    def __contains__(self, sample_id: int | np.integer) -> bool:
         return int(sample_id) in self._places
 
     @property
@@ -338,7 +338,7 @@ class TargetCache:
         """Ids in file order."""
         return self.records["sample_id"].astype(np.int64)
 
-    def __getitem__(self, index: int) -> CachedSample:
+    def __getitem__(self, index: int | np.integer) -> CachedSample:
         """Return sample number `index` in file order."""
         record = self.records[index]
         length = int(record["seq_len"])
@@ -358,7 +358,7 @@ class TargetCache:
             last_hidden=view("last_hidden", BFLOAT16, length, self.hidden_size),
         )
 
-    def by_id(self, sample_id: int) -> CachedSample:
+    def by_id(self, sample_id: int | np.integer) -> CachedSample:
         """Return the sample stored under `sample_id`.
 
         Raises:

@@ -48,7 +48,7 @@ def test_training_cases_differ_exactly_where_the_reference_is_wrong(chat_goldens
 
 
 def test_ours_supervises_the_real_answer_in_the_differing_cases(chat_goldens):
-    tokenizers, cases, conversations, registry = chat_goldens
+    tokenizers, cases, conversations, _ = chat_goldens
     seen = 0
     for case in cases:
         if case.get("prompt_only") or case["conversation"] not in DIFFERING:

@@ -17,7 +17,8 @@ from dspark_jax.data.chat import (
     render_prompt,
 )
 
-WORDS = "im_start im_end user assistant system nl hi there hello you ok what does mean bye".split()
+WORDS = ["im_start", "im_end", "user", "assistant", "system", "nl", "hi", "there", "hello", "you", "ok", "what", "does"]
+WORDS += ["mean", "bye"]
 TOY = (
     "{% for m in messages %}im_start {{ m.role }} nl {{ m.content }} im_end nl {% endfor %}"
     "{% if add_generation_prompt %}im_start assistant nl {% endif %}"
