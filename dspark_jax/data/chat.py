@@ -225,22 +225,21 @@ class _Renderer:
         skeleton = self.render(marked)
         if any(skeleton.count(x) != 1 for x in marks):
             return None
-        fragments, position = [], 0
+        fragments, rest = [], skeleton
         for mark in marks:
-            at = skeleton.find(mark, position)
-            if at < 0:
+            before, found, rest = rest.partition(mark)
+            if not found:
                 return None
-            fragments.append(skeleton[position:at])
-            position = at + len(mark)
-        fragments.append(skeleton[position:])
-        contents = [messages[i]["content"] for i in where]
-        bounds = _fit(text, fragments, contents)
+            fragments.append(before)
+        bounds = _fit(text, [*fragments, rest], [messages[i]["content"] for i in where])
         if bounds is None:
             return None
         turns = []
         for number, (index, (start, end)) in enumerate(zip(where, bounds, strict=True)):
             alone = skeleton if index == len(messages) - 1 else self.render(marked[: index + 1])
-            tail = alone[alone.rfind(marks[number]) + len(marks[number]) :]
+            if alone.count(marks[number]) != 1:
+                return None
+            tail = alone[alone.find(marks[number]) + len(marks[number]) :]
             turns.append(self._turn(messages, index, text, start, end, _common_prefix(tail, text[end:])))
         return turns
 
@@ -274,13 +273,17 @@ class _Renderer:
             return None
         turns = []
         for index, (start, stop) in zip(where, spans, strict=True):
-            following = min([x for x, _ in spans if x >= stop], default=len(text))
-            closing = self._closing(text[start:stop])
-            if closing is not None:
+            closing = self._last_special(text[start:stop])
+            if closing is not None and closing[1] == len(text[start:stop].rstrip()):
                 content_end = start + closing[0]
                 turns.append(self._turn(messages, index, text, start, content_end, text[content_end:stop]))
-            else:
-                turns.append(self._turn(messages, index, text, start, stop, text[stop:following]))
+                continue
+            # The block ends before the end-of-turn token: what follows belongs to the turn as far as it is rendered
+            # when the conversation ends here.
+            alone = self.render(messages[: index + 1])
+            if alone[:stop] != text[:stop]:
+                return None
+            turns.append(self._turn(messages, index, text, start, stop, _common_prefix(alone[stop:], text[stop:])))
         return turns
 
     def _turn(self, messages: Sequence[Message], index: int, text: str, start: int, end: int, tail: str) -> _Turn:
@@ -313,13 +316,19 @@ class _Renderer:
 
     def _closing(self, tail: str) -> tuple[int, int] | None:
         """Place of the end-of-turn token in `tail`: the last stop token, else the last special token, else all text."""
+        special = self._last_special(tail)
+        if special is not None:
+            return special
+        stripped = tail.rstrip()
+        return (len(stripped) - len(stripped.lstrip()), len(stripped)) if stripped else None
+
+    def _last_special(self, text: str) -> tuple[int, int] | None:
         for candidates in ([self._stop] if self._stop else [], self._special):
-            found = [(tail.rfind(x), len(x)) for x in candidates if x in tail]
+            found = [(text.rfind(x), len(x)) for x in candidates if x in text]
             if found:
                 at, length = max(found)
                 return at, at + length
-        stripped = tail.rstrip()
-        return (len(stripped) - len(stripped.lstrip()), len(stripped)) if stripped else None
+        return None
 
 
 def _fit(text: str, fragments: Sequence[str], contents: Sequence[str]) -> list[tuple[int, int]] | None:

@@ -376,8 +376,10 @@ def _message(raw: Any) -> dict[str, Any]:
         raise _RowError(f"{role} message without content")
     if content is not None and not isinstance(content, str):
         raise _RowError("message content that is not text")
-    if content is not None and any("\ud800" <= x <= "\udfff" for x in content):
-        raise _RowError("message content with lone surrogates")
+    try:
+        (content or "").encode()
+    except UnicodeEncodeError:
+        raise _RowError("message content with lone surrogates") from None
     return {**raw, "role": role, "content": content}
 
 

@@ -98,6 +98,16 @@ def test_br01_generation_markers_serve_where_the_text_is_altered():
     assert supervised(word_tokenizer(marked), chat("hi there", "hello you")) == (14, [10, 11, 12])
 
 
+def test_br01_generation_markers_that_leave_the_end_of_turn_out():
+    marked = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content | replace('hello', 'bye') }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}",
+    )
+    messages = chat("q", "hello <|im_end|> you", "<|im_end|> r", "hello", "s")
+    assert answers(byte_tokenizer(marked), messages) == ["bye <|im_end|> you<|im_end|>", "bye<|im_end|>"]
+
+
 def test_br02_user_text_that_quotes_the_header():
     assert supervised(word_tokenizer(TOY), TWO_TURNS) == (29, [9, 10, 26, 27])
 
