@@ -124,6 +124,11 @@ class DrafterConfig:
                 raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.decoder.vocab_size}")
 
     @property
+    def confidence_features(self) -> bool:
+        """Whether the confidence head reads the Markov table row beside the backbone state."""
+        return self.confidence_with_markov and self.markov_rank > 0
+
+    @property
     def name(self) -> str:
         """The drafter's common name: DSpark, DFlash or EAGLE-3."""
         if self.kind == "eagle3":

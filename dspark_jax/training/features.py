@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.conversations import TokenizedCorpus
-from dspark_jax.data.target_cache import TargetCacheWriter
+from dspark_jax.data.target_cache import BFLOAT16, TargetCacheWriter
 from dspark_jax.progress import Progress
 from dspark_jax.target.loading import Target
 from dspark_jax.target.transformer import check_tap_ids, forward_rows
+
+T = TypeVar("T")
 
 
 def write_feature_cache(
@@ -40,27 +46,30 @@ def write_feature_cache(
     """
     check_tap_ids(target.config, tap_ids)
     forward = jax.jit(functools.partial(forward_rows, target.config, tap_ids=tap_ids, dtype=target.dtype))
-    order = np.argsort(corpus.lengths, kind="stable")
+
+    def run(chunk: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        tokens = np.zeros((max(1, tokens_per_batch // length), length), np.int32)
+        segments = np.zeros_like(tokens)
+        for i, row in enumerate(chunk):
+            ids, _ = corpus.row(int(row))
+            tokens[i, : len(ids)], segments[i, : len(ids)] = ids, 1
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+        features = forward(target.params, target.tables, tokens, segments, positions)
+        taps, hidden = (np.asarray(x).astype(BFLOAT16) for x in (features.taps, features.last_hidden))
+        return chunk, taps, hidden
+
     metadata = {"target": target.name, "compute_dtype": jnp.dtype(target.dtype).name, "corpus": corpus.fingerprint}
     width = target.config.hidden_size
+    order = np.argsort(corpus.lengths, kind="stable")
     with TargetCacheWriter(path, target_layer_ids=tap_ids, hidden_size=width, metadata=metadata) as writer:
         todo = order[writer.num_samples :]
-        with Progress("target features", total=int(corpus.lengths[todo].sum()), unit="tok") as progress:
-            while len(todo):
-                length = _round_up(int(corpus.lengths[todo[0]]), bucket)
-                rows = max(1, tokens_per_batch // length)
-                chunk = todo[:rows]
-                chunk = chunk[corpus.lengths[chunk] <= length]
-                todo = todo[len(chunk) :]
-                tokens = np.zeros((rows, length), np.int32)
-                segments = np.zeros((rows, length), np.int32)
-                for i, row in enumerate(chunk):
-                    ids, _ = corpus.row(int(row))
-                    tokens[i, : len(ids)], segments[i, : len(ids)] = ids, 1
-                positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-                features = forward(target.params, target.tables, tokens, segments, positions)
-                taps = np.asarray(features.taps.astype(jnp.bfloat16))
-                hidden = np.asarray(features.last_hidden.astype(jnp.bfloat16))
+        chunks = _length_chunks(todo, corpus.lengths, tokens_per_batch, bucket)
+        with (
+            Progress("target features", total=int(corpus.lengths[todo].sum()), unit="tok") as progress,
+            # Two forwards in flight: much of one is single-threaded on CPUs, and on accelerators one hides the writing.
+            ThreadPoolExecutor(2) as pool,
+        ):
+            for chunk, taps, hidden in _ordered(pool, run, chunks, in_flight=3):
                 for i, row in enumerate(chunk):
                     ids, mask = corpus.row(int(row))
                     n = len(ids)
@@ -68,5 +77,24 @@ def write_feature_cache(
                 progress.update(int(corpus.lengths[chunk].sum()))
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _length_chunks(
+    order: np.ndarray, lengths: np.ndarray, tokens_per_batch: int, bucket: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Cut rows in order of length into batches of one padded length each."""
+    while len(order):
+        length = -(-int(lengths[order[0]]) // bucket) * bucket
+        chunk = order[: max(1, tokens_per_batch // length)]
+        chunk = chunk[lengths[chunk] <= length]
+        order = order[len(chunk) :]
+        yield chunk, length
+
+
+def _ordered(pool: Executor, run: Callable[..., T], items: Iterable[tuple], in_flight: int) -> Iterator[T]:
+    """Results in the order of the items, with a bounded number of calls under way."""
+    pending: deque[Future[T]] = deque()
+    for item in items:
+        pending.append(pool.submit(run, *item))
+        if len(pending) >= in_flight:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()

@@ -1,0 +1,294 @@
+"""EAGLE-3: one autoregressive layer over the target's fused features, with its training-time test (SPEC §6)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.draft.contract import chooser
+from dspark_jax.nn.attention import (
+    Attend,
+    AttentionSpec,
+    KVCache,
+    RaggedPlan,
+    cache_attend,
+    causal_mask,
+    make_plan,
+    masked_exponentials,
+)
+from dspark_jax.nn.decoder import Attention, Mlp
+from dspark_jax.nn.linear import Linear, RMSNorm
+from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetFeatures, TargetTables
+
+
+class Eagle3Layer(nn.Module):
+    """The draft layer: queries, keys and values read `[input norm(embedding); hidden norm(g)]`; the residual is g."""
+
+    config: DecoderConfig
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        c = self.config
+        self.input_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
+        self.hidden_norm = RMSNorm(c.rms_norm_eps, self.dtype)
+        self.self_attn = Attention(c, 0, self.dtype)
+        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
+        self.mlp = Mlp(c, self.dtype)
+
+    def __call__(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
+        x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(g)], axis=-1)
+        out, cache = self.self_attn(x, positions, attend, cache)
+        g = g + out
+        return g + self.mlp(self.post_attention_layernorm(g)), cache
+
+
+class Eagle3Module(nn.Module):
+    """Parameters of EAGLE-3."""
+
+    config: DrafterConfig
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        c = self.config.decoder
+        self.fc = Linear(c.hidden_size, dtype=self.dtype, stddev=c.initializer_range)
+        self.layers = [Eagle3Layer(c, self.dtype)]
+        self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
+
+    def fuse(self, taps: Float[Array, "... FD"]) -> Float[Array, "... D"]:
+        """g = fc(tapped states): no bias, no norm."""
+        return self.fc(taps.astype(self.dtype))
+
+    def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
+        """One layer step; returns the new state (which feeds the next step in place of g) and the cache."""
+        return self.layers[0](embedded.astype(self.dtype), g, positions, attend, cache)
+
+    def head(self, state: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """What the target's lm_head multiplies: the normed state."""
+        return self.norm(state)
+
+    def __call__(self, taps: Array, embedded: Array, positions: Array, attend: Attend) -> Array:
+        """Touch every parameter once; used for initialisation only."""
+        return self.head(self.step(embedded, self.fuse(taps), positions, attend, None)[0])
+
+
+@struct.dataclass
+class Eagle3State:
+    """Draft cache and the state drafting starts from.
+
+    Attributes:
+        cache: keys and values at the positions of the features; entries past the committed ones are junk.
+        hidden: state of the last committed row of every slot, from which its first draft token is read.
+    """
+
+    cache: KVCache
+    hidden: Float[Array, "S D"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Functions:
+    """The drafter contract for EAGLE-3; the feature at position i is paired with token i+1 and rotated at i."""
+
+    config: DrafterConfig
+    dtype: Any = jnp.float32
+
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        """Target layers whose states `extend` reads."""
+        return self.config.target_layer_ids
+
+    @property
+    def stops_early(self) -> bool:
+        """Autoregressive drafting ends at a stop token."""
+        return True
+
+    @property
+    def module(self) -> Eagle3Module:
+        """The Linen module."""
+        return Eagle3Module(self.config, self.dtype)
+
+    def init(self, slots: int, max_length: int) -> Eagle3State:
+        """Empty draft cache, with room for a block beyond the text."""
+        c = self.config.decoder
+        length = max_length + self.config.block_size
+        return Eagle3State(
+            cache=KVCache.create(slots, length, c.num_kv_heads, c.head_dim, self.dtype),
+            hidden=jnp.zeros((slots, c.hidden_size), self.dtype),
+        )
+
+    def extend(
+        self,
+        params: Params,
+        tables: TargetTables,
+        state: Eagle3State,
+        plan: RaggedPlan,
+        features: TargetFeatures,
+        next_tokens: Int[Array, "T"],
+        lengths: Int[Array, "S"],
+    ) -> Eagle3State:
+        """Run the layer over (feature i, token i+1) of the rows and keep the last committed row's state."""
+        batch, slots = plan.batch, state.hidden.shape[0]
+        variables = {"params": params}
+        g = self.module.apply(variables, features.taps, method="fuse")
+        hidden, cache = self.module.apply(
+            variables,
+            tables.embed_tokens(next_tokens, self.dtype),
+            g,
+            batch.positions,
+            cache_attend(plan),
+            state.cache,
+            method="step",
+        )
+        limit = jnp.take(lengths, batch.slots, mode="fill", fill_value=0)
+        last = jnp.where(batch.positions == limit - 1, batch.slots, slots)
+        return Eagle3State(cache=cache, hidden=state.hidden.at[last].set(hidden, mode="drop"))
+
+    def propose(
+        self,
+        params: Params,
+        tables: TargetTables,
+        state: Eagle3State,
+        anchors: Int[Array, "S"],
+        lengths: Int[Array, "S"],
+        active: Bool[Array, "S"],
+        keys: jax.Array,
+        sampling: Sampling,
+        block_size: int,
+    ) -> tuple[Eagle3State, Proposal]:
+        """Draft autoregressively: token k comes from the state of step k-1, which then runs as row `lengths - 1 + k`."""
+        slots = anchors.shape[0]
+        choose = chooser(sampling, keys, lengths)
+        slot_ids = jnp.where(active, jnp.arange(slots), slots)
+        variables = {"params": params}
+
+        def draft(hidden, k):
+            normed = self.module.apply(variables, hidden, method="head")
+            return choose(tables.logits(normed, self.dtype), k)
+
+        def body(carry, k):
+            hidden, cache, token = carry
+            positions = lengths - 1 + k
+            plan = make_plan(RaggedTokens(token, slot_ids, positions), slots, 1)
+            embedded = tables.embed_tokens(token, self.dtype)
+            hidden, cache = self.module.apply(
+                variables, embedded, hidden, positions, cache_attend(plan), cache, method="step"
+            )
+            token, probs = draft(hidden, k)
+            return (hidden, cache, token), (token, probs)
+
+        token, probs = draft(state.hidden, jnp.int32(0))
+        carry = (state.hidden, state.cache, token)
+        (_, cache, _), rest = jax.lax.scan(body, carry, jnp.arange(1, block_size, dtype=jnp.int32))
+        tokens, all_probs = jax.tree.map(
+            lambda first, more: jnp.concatenate([first[:, None], more.swapaxes(0, 1)], axis=1), (token, probs), rest
+        )
+        num_valid = jnp.full((slots,), block_size, jnp.int32)
+        return Eagle3State(cache, state.hidden), Proposal(tokens, all_probs, None, num_valid)
+
+    def initialise(self, key: jax.Array, tap_width: int) -> Params:
+        """Random parameters."""
+
+        def attend(spec, q, k, v, cache):
+            return q, cache
+
+        taps, x = jnp.zeros((1, tap_width)), jnp.zeros((1, self.config.decoder.hidden_size))
+        return self.module.init(key, taps, x, jnp.zeros((1,), jnp.int32), attend)["params"]
+
+    def train_states(
+        self,
+        params: Params,
+        tables: TargetTables,
+        taps: Float[Array, "B L FD"],
+        tokens: Int[Array, "B L"],
+        positions: Int[Array, "B L"],
+        segments: Int[Array, "B L"],
+    ) -> Float[Array, "B L G D"]:
+        """Training-time test: normed states of all G steps at every position (SPEC §6).
+
+        Step t reads tokens shifted t+1 to the left and the state of step t-1, rotates at i+t, and sees the step-0 keys
+        causally plus its own diagonal of each later step's keys.
+        """
+        module, variables = self.module, {"params": params}
+        g = module.apply(variables, taps, method="fuse")
+        out, later = [], ()
+        first: tuple[Array, Array] | None = None
+        for t in range(self.config.block_size):
+            shifted = shift_left(tokens, segments, t + 1)
+            attend = _test_time_attend(positions, segments, t)
+            cache = (first, later)
+            g, cache = module.apply(
+                variables, tables.embed_tokens(shifted, self.dtype), g, positions + t, attend, cache, method="step"
+            )
+            first, later = cache
+            out.append(module.apply(variables, g, method="head"))
+        return jnp.stack(out, axis=2)
+
+
+def shift_left(values: Array, segments: Int[Array, "B L"], by: int) -> Array:
+    """Shift rows to the left by `by`, zero where the source lies outside the row or the segment.
+
+    Example: [5, 6, 7, 8] in segments [1, 1, 2, 2], shifted by 1: [6, 0, 8, 0].
+    """
+    if by == 0:
+        return values
+    pad = [(0, 0), (0, by)]
+    moved = jnp.pad(values, pad)[:, by:]
+    same = jnp.pad(segments, pad)[:, by:] == segments
+    return jnp.where(same, moved, jnp.zeros((), values.dtype))
+
+
+def _test_time_attend(positions: Int[Array, "B L"], segments: Int[Array, "B L"], step: int) -> Attend:
+    """Attention of training-time-test step `step`; the cache is `(step-0 keys and values, those of later steps)`."""
+
+    def attend(spec: AttentionSpec, q, k, v, cache):
+        first, later = cache
+        if step == 0:
+            first = (k, v)
+        else:
+            later = (*later, (k, v))
+        # Rows within `step` of their segment's end would predict past it: they see nothing.
+        alive = shift_left(segments, segments, step) > 0
+        mask = causal_mask(positions, segments, spec.window) & alive[:, :, None]
+        return _diagonal_attention(q, *first, later, mask, alive, spec.scale), (first, later)
+
+    return attend
+
+
+def _diagonal_attention(
+    q: Float[Array, "B L N H"],
+    k: Float[Array, "B L K H"],
+    v: Float[Array, "B L K H"],
+    later: tuple[tuple[Array, Array], ...],
+    mask: Bool[Array, "B L L"],
+    alive: Bool[Array, "B L"],
+    scale: float,
+) -> Float[Array, "B L N H"]:
+    """Softmax over the masked step-0 keys and one key of each later step (the query's own position)."""
+    rows, length, heads, width = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    grouped = q.reshape(rows, length, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    flat = grouped.reshape(rows * kv_heads, group * length, width)
+    by_head = lambda x: x.transpose(0, 2, 1, 3)  # noqa: E731  [B, K, L, H]
+    keys, values = (by_head(x).reshape(rows * kv_heads, length, width) for x in (k, v))
+    scores = jnp.einsum("bqh,bmh->bqm", flat, keys, preferred_element_type=jnp.float32)
+    scores = scores.reshape(rows, kv_heads, group, length, length) * scale
+    visible = jnp.broadcast_to(mask[:, None, None], scores.shape)
+    diagonals = [
+        jnp.sum(grouped.astype(jnp.float32) * by_head(key).astype(jnp.float32)[:, :, None], axis=-1, keepdims=True) * scale
+        for key, _ in later
+    ]
+    own = jnp.broadcast_to(alive[:, None, None, :, None], (rows, kv_heads, group, length, 1))
+    joint = jnp.concatenate([scores, *diagonals], axis=-1)
+    weights, total = masked_exponentials(joint, jnp.concatenate([visible, *[own] * len(later)], axis=-1))
+    main = weights[..., :length].astype(v.dtype).reshape(rows * kv_heads, group * length, length)
+    out = jnp.einsum("bqm,bmh->bqh", main, values, preferred_element_type=jnp.float32).reshape(grouped.shape)
+    for i, (_, value) in enumerate(later):
+        out = out + weights[..., length + i, None] * by_head(value).astype(jnp.float32)[:, :, None]
+    return (out / total).transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

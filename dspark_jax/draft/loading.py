@@ -1,0 +1,269 @@
+"""Load and save drafters in the DeepSpec layout (SPEC §10): `config.json` and safetensors, names and values bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from dspark_jax.config import DrafterConfig
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.draft.dspark import DSparkFunctions
+from dspark_jax.draft.eagle3 import Eagle3Functions
+from dspark_jax.files import atomic_write
+from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json, resolve_folder, rope_keys
+from dspark_jax.types import Params, TargetTables
+
+PRETRAINED = Path(__file__).resolve().parents[1] / "pretrained"
+_ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3DFlashModel": "dspark", "Qwen3Eagle3Model": "eagle3"}
+_TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+
+
+def shipped_drafters() -> tuple[str, ...]:
+    """Names of the drafters inside the package, for `load_drafter` and `--draft`."""
+    return tuple(sorted(p.name for p in PRETRAINED.iterdir() if (p / "config.json").exists())) if PRETRAINED.exists() else ()
+
+
+def functions_for(config: DrafterConfig, dtype: Any = jnp.float32) -> DSparkFunctions | Eagle3Functions:
+    """The contract's functions for a drafter config."""
+    return DSparkFunctions(config, dtype) if config.kind == "dspark" else Eagle3Functions(config, dtype)
+
+
+def load_drafter(name_or_path: str, target: Any) -> Drafter:
+    """Load a drafter for a target.
+
+    Args:
+        name_or_path: a shipped name (`shipped_drafters()`), a folder, or a hub name.
+        target: the `Target` it drafts for; embedding and head come from there and are not copied. The drafter's
+            products and caches take the target's dtype.
+
+    Raises:
+        FileNotFoundError: no such shipped name, folder or hub name.
+        ValueError: another layout, a drafter of another target, an unknown, missing or mis-shaped tensor, by name.
+    """
+    folder = PRETRAINED / name_or_path if name_or_path in shipped_drafters() else None
+    folder = folder or resolve_folder(name_or_path, ("*.json", "*.safetensors"))
+    config = drafter_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    _check_target(config, target, folder)
+    files = SafetensorsFolder(folder)
+    tensors = {name: files.read(name) for name in files.names()}
+    for name in _TARGET_TENSORS:
+        _check_target_tensor(name, tensors.pop(name, None), target.tables, folder)
+    functions = functions_for(config, target.dtype)
+    return Drafter(name_or_path, config, arrange_params(functions, tensors, str(folder)), functions)
+
+
+def arrange_params(functions: DSparkFunctions | Eagle3Functions, tensors: dict[str, np.ndarray], where: str) -> Params:
+    """Arrange checkpoint tensors as float32 parameters (float32 holds every stored bfloat16 exactly).
+
+    Raises:
+        ValueError: an unknown, missing or mis-shaped tensor, by name.
+    """
+    width = len(functions.config.target_layer_ids) * functions.config.decoder.hidden_size
+    shapes = jax.eval_shape(lambda key: functions.initialise(key, width), jax.random.key(0))
+    left = dict(tensors)
+
+    def take(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        name = tensor_name(path)
+        if name not in left:
+            raise ValueError(f"{where}: tensor {name!r} is missing")
+        value = left.pop(name)
+        if value.shape != leaf.shape:
+            raise ValueError(f"{where}: tensor {name!r} has shape {value.shape}, the config asks for {leaf.shape}")
+        return jnp.asarray(value, jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(take, shapes)
+    if left:
+        raise ValueError(f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all) for {functions.config.name}")
+    return params
+
+
+def tensor_name(path: tuple[Any, ...]) -> str:
+    """Checkpoint name of a parameter path: `layers_0/self_attn/q_proj/weight` is `layers.0.self_attn.q_proj.weight`."""
+    return re.sub(r"layers_(\d+)", r"layers.\1", ".".join(key.key for key in path))
+
+
+def save_drafter(
+    drafter: Drafter,
+    path: str | Path,
+    *,
+    include_target_tensors: bool = False,
+    tables: TargetTables | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write a drafter in the DeepSpec layout, weights as bfloat16.
+
+    Args:
+        drafter: what to save.
+        path: folder, created if needed; files are replaced atomically, weights before the config.
+        include_target_tensors: also write `embed_tokens.weight` and `lm_head.weight`, which other engines expect.
+        tables: the target's tables; needed with `include_target_tensors`.
+        extra: further entries of `config.json` (training provenance).
+
+    Raises:
+        ValueError: `include_target_tensors` without `tables`.
+    """
+    tensors = {tensor_name(p): np.asarray(x, ml_dtypes.bfloat16) for p, x in _leaves(drafter.params)}
+    if include_target_tensors:
+        if tables is None:
+            raise ValueError("include_target_tensors needs the target's tables: pass tables=target.tables")
+        tensors["embed_tokens.weight"] = np.asarray(tables.embed, ml_dtypes.bfloat16)
+        tensors["lm_head.weight"] = np.asarray(tables.head, ml_dtypes.bfloat16)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / "model.safetensors") as f:
+        save_file(tensors, f.name, metadata={"format": "pt"})
+    with atomic_write(folder / "config.json", "w") as f:
+        json.dump({**config_json(drafter.config), **(extra or {})}, f, indent=2)
+        f.write("\n")
+
+
+def _leaves(params: Params) -> list[tuple[tuple[Any, ...], jax.Array]]:
+    return jax.tree_util.tree_flatten_with_path(params)[0]
+
+
+def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
+    """Translate a draft checkpoint's `config.json`.
+
+    Raises:
+        ValueError: not a DeepSpec draft checkpoint; the layout found is named.
+    """
+    architectures = config.get("architectures") or []
+    kind = next((_ARCHITECTURES[a] for a in architectures if a in _ARCHITECTURES), None)
+    if kind is None:
+        raise ValueError(
+            f"{where}: architectures {architectures} is not a draft checkpoint in the DeepSpec layout; supported are "
+            f"{', '.join(_ARCHITECTURES)}. {_other_layout(config)}"
+        )
+    if config.get("sample_from_anchor") is False:
+        raise ValueError(f"{where}: sample_from_anchor is false (predictions from slot 1): another block layout, not supported")
+    decoder = decoder_config(config, where)
+    common = {
+        "decoder": decoder,
+        "target_layers": int(_required(config, "num_target_layers", where)),
+        "target_layer_ids": tuple(int(i) for i in _required(config, "target_layer_ids", where)),
+    }
+    if kind == "eagle3":
+        return DrafterConfig(
+            kind="eagle3",
+            block_size=int(config.get("ttt_length", 7)),
+            step_loss_decay=float(config.get("step_loss_decay", 0.8)),
+            **common,
+        )
+    return DrafterConfig(
+        kind="dspark",
+        block_size=int(_required(config, "block_size", where)),
+        mask_token_id=int(_required(config, "mask_token_id", where)),
+        markov_rank=int(config.get("markov_rank") or 0),
+        markov_head=config.get("markov_head_type") or "vanilla",
+        confidence_head=bool(config.get("enable_confidence_head", False)),
+        confidence_with_markov=bool(config.get("confidence_head_with_markov", False)),
+        num_anchors=int(config.get("num_anchors", 512)),
+        **common,
+    )
+
+
+def config_json(config: DrafterConfig) -> dict[str, Any]:
+    """The `config.json` of a drafter; `drafter_config` reads it back to an equal config."""
+    d = config.decoder
+    shape = {
+        "model_type": d.family,
+        "vocab_size": d.vocab_size,
+        "hidden_size": d.hidden_size,
+        "intermediate_size": d.intermediate_size,
+        "num_hidden_layers": d.num_layers,
+        "num_attention_heads": d.num_heads,
+        "num_key_value_heads": d.num_kv_heads,
+        "head_dim": d.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": d.rms_norm_eps,
+        "initializer_range": d.initializer_range,
+        "max_position_embeddings": d.max_position,
+        "attention_bias": d.attention_bias,
+        "attention_dropout": 0.0,
+        "layer_types": list(d.layer_types or ("full_attention",) * d.num_layers),
+        "sliding_window": d.sliding_window,
+        "use_sliding_window": "sliding_attention" in d.layer_types,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **rope_keys(d.rope),
+    }
+    shared = {"num_target_layers": config.target_layers, "target_layer_ids": list(config.target_layer_ids)}
+    if config.kind == "eagle3":
+        return {
+            "architectures": ["Qwen3Eagle3Model"],
+            **shape,
+            **shared,
+            "draft_num_hidden_layers": d.num_layers,
+            "ttt_length": config.block_size,
+            "step_loss_decay": config.step_loss_decay,
+        }
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **shape,
+        **shared,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "num_anchors": config.num_anchors,
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_with_markov,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head,
+    }
+
+
+def _required(config: dict[str, Any], key: str, where: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"{where}: key {key!r} is missing; a draft checkpoint must state it")
+    return config[key]
+
+
+def _other_layout(config: dict[str, Any]) -> str:
+    if "speculators_config" in config or "speculators_model_type" in config:
+        return "This is the speculators layout, which is not read yet."
+    if any("DFlash" in a for a in config.get("architectures") or []):
+        return "This is a z-lab DFlash checkpoint: it predicts from slot 1 (one draft fewer), a different model."
+    return "A target model belongs to --target."
+
+
+def _check_target(config: DrafterConfig, target: Any, folder: Path) -> None:
+    """Refuse a drafter made for another target, naming both numbers."""
+    found, expected = config.decoder, target.config
+    for what, a, b in (
+        ("hidden_size", found.hidden_size, expected.hidden_size),
+        ("num_target_layers", config.target_layers, expected.num_layers),
+    ):
+        if a != b:
+            raise ValueError(f"{folder}: the drafter was made for {what} {a}, target {target.name!r} has {b}")
+    rows = target.tables.embed.shape[0]
+    if found.vocab_size < rows:
+        raise ValueError(
+            f"{folder}: the drafter's vocabulary has {found.vocab_size} tokens, the target's {rows}; a reduced vocabulary "
+            "needs a d2t map, and this checkpoint has none"
+        )
+    if config.mask_token_id is not None and config.mask_token_id >= rows:
+        raise ValueError(
+            f"{folder}: mask_token_id {config.mask_token_id} is not a row of the target's embedding table ({rows} rows)"
+        )
+
+
+def _check_target_tensor(name: str, value: np.ndarray | None, tables: TargetTables, folder: Path) -> None:
+    """A checkpoint may carry the target's tables; they are checked against the target and then dropped."""
+    if value is None:
+        return
+    own = tables.embed if name.startswith("embed") else tables.head
+    rows = own.shape[0]
+    if value.shape[1:] != own.shape[1:] or value.shape[0] < rows:
+        raise ValueError(f"{folder}: tensor {name!r} has shape {value.shape}, the target's table {tuple(own.shape)}")
+    sample = slice(None, None, max(1, rows // 64))
+    stored, held = value[:rows][sample].astype(np.float32), np.asarray(own[sample], np.float32)
+    # bfloat16 keeps 8 bits: anything further apart is another model's table.
+    if not np.allclose(stored, held, rtol=2**-7, atol=1e-3):
+        raise ValueError(f"{folder}: tensor {name!r} differs from the target's own; the drafter belongs to another target")
