@@ -1,0 +1,1 @@
+"""Mathematics of speculative decoding with no network in it: verification, scheduling, calibration and statistics."""
