@@ -1,0 +1,1 @@
+"""Decoding: the round's programs, the fixed batch of slots, generation."""

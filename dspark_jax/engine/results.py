@@ -1,0 +1,75 @@
+"""What generation returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+FinishName = Literal["stop", "length", "context"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One decoding round of one request.
+
+    Attributes:
+        proposed: draft tokens verified, l_r.
+        accepted: draft tokens accepted, cut at the first accepted stop token.
+        accepted_raw: the same before that cut.
+        emitted: tokens that entered the output, cut at stop tokens and at the token budget.
+        stopped: a stop token was accepted inside the draft prefix, so no token of the target's own follows.
+        confidences: predicted accept rates c_1..c_G of the whole block; None for drafters without the head.
+        top2_gap: smallest gap between the two largest target logits of the emitted rows; how close to a tie a greedy
+            choice was.
+    """
+
+    proposed: int
+    accepted: int
+    accepted_raw: int
+    emitted: int
+    stopped: bool
+    confidences: tuple[float, ...] | None
+    top2_gap: float
+
+    @property
+    def accepted_length(self) -> int:
+        """Raw accepted length, the paper's tau: accepted drafts plus the target's own token where there is one."""
+        return self.accepted + (0 if self.stopped else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Wall-clock seconds of the batch a request ran in (shared by its neighbours), compilation excluded.
+
+    Attributes:
+        prefill: running the prompts and drawing the first tokens.
+        decode: all rounds.
+        compile: warming up programs that were new.
+        rounds: number of rounds the batch ran.
+    """
+
+    prefill: float
+    decode: float
+    compile: float
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The result for one prompt.
+
+    Attributes:
+        prompt: its token ids.
+        tokens: generated ids, a final stop token included.
+        finish_reason: "stop", "length" (max_new_tokens) or "context" (the target's context is full).
+        rounds: what happened, round by round; the first token comes from the prompt's prefill, before any round.
+        first_top2_gap: as `Round.top2_gap`, for that first token.
+        timings: of the batch it ran in.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finish_reason: FinishName
+    rounds: tuple[Round, ...]
+    first_top2_gap: float
+    timings: Timings
