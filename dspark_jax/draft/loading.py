@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.contract import Drafter
@@ -119,7 +119,7 @@ def save_drafter(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "model.safetensors") as f:
-        save_file(tensors, f.name, metadata={"format": "pt"})
+        f.write(save(tensors, metadata={"format": "pt"}))
     with atomic_write(folder / "config.json", "w") as f:
         json.dump({**config_json(drafter.config), **(extra or {})}, f, indent=2)
         f.write("\n")

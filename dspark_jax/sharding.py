@@ -1,0 +1,157 @@
+"""Where arrays live on a device mesh: one table from parameter paths and activation names to axes.
+
+The mesh has three axes. `data` splits batches only; `fsdp` splits batches and stores each parameter once; `tensor`
+splits heads, MLP width and vocabulary. Axis types are Auto: the compiler propagates what the table fixes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+AXES = ("data", "fsdp", "tensor")
+
+# First match wins. Weights are [out, in]: what splits heads or MLP width is split by output on the way in and by input
+# on the way out, so that one sum over `tensor` ends each sublayer.
+PARAMETERS: tuple[tuple[str, P], ...] = (
+    (r"(bias|norm/weight|layernorm/weight)$", P()),
+    (r"markov_head/markov_w[12]/weight$", P("tensor", "fsdp")),
+    (r"markov_head/\w+/weight$", P(None, "fsdp")),
+    (r"confidence_head/proj/weight$", P()),
+    (r"(q|k|v|gate|up)_proj/weight$", P("tensor", "fsdp")),
+    (r"(o|down)_proj/weight$", P("fsdp", "tensor")),
+    (r"fc/weight$", P("fsdp", "tensor")),
+    (r"(embed|head)$", P("tensor", "fsdp")),
+)
+
+ACTIVATIONS: dict[str, P] = {
+    "rows": P(("data", "fsdp")),
+    "accumulated_rows": P(None, ("data", "fsdp")),
+    "head": P("tensor", None),
+}
+
+
+def create_mesh(*, data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """Create the mesh over this job's devices.
+
+    Args:
+        data: size of the data axis; None takes all devices that `fsdp * tensor` leaves.
+        fsdp: size of the axis that stores parameters.
+        tensor: size of the axis that splits heads, MLP width and vocabulary.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices.
+    """
+    count = len(jax.devices())
+    if data is None:
+        if count % (fsdp * tensor):
+            raise ValueError(f"fsdp {fsdp} x tensor {tensor} does not divide {count} devices: choose sizes that do")
+        data = count // (fsdp * tensor)
+    needed = data * fsdp * tensor
+    if needed > count:
+        raise ValueError(f"mesh data {data} x fsdp {fsdp} x tensor {tensor} needs {needed} devices, found {count}")
+    return jax.make_mesh(
+        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:needed]
+    )
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Number of parts the rows of a batch are split into."""
+    return int(mesh.shape["data"] * mesh.shape["fsdp"])
+
+
+def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+    """Axes of one parameter, or of an optimizer moment whose path ends like the parameter's.
+
+    A dimension that its axis does not divide stays whole (fewer K/V heads than the axis, odd tiny widths).
+
+    Args:
+        path: `layers_0/self_attn/q_proj/weight`; anything may precede it.
+        shape: of the array.
+        mesh: gives the axis sizes.
+
+    Raises:
+        ValueError: a path that no rule knows, or a rule that uses an axis twice.
+    """
+    if not shape:
+        return P()
+    found = next((spec for pattern, spec in PARAMETERS if re.search(pattern, path)), None)
+    if found is None:
+        raise ValueError(f"no sharding rule for parameter {path!r} {tuple(shape)}: add one to sharding.PARAMETERS")
+    check_collisions(found, path)
+    pairs = zip(found, shape, strict=False)
+    return P(*(axis if axis and size % _axis_size(mesh, axis) == 0 else None for axis, size in pairs))
+
+
+def tree_shardings(mesh: Mesh, tree: Any) -> Any:
+    """NamedShardings of a tree of parameters, or of any tree that holds parameter-shaped trees (optimizer state)."""
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, parameter_spec(_path_text(path), leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def activation_sharding(mesh: Mesh, name: str) -> NamedSharding:
+    """NamedSharding of a named activation.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    return NamedSharding(mesh, _activation_spec(name))
+
+
+def constrain(x: Array, name: str) -> Array:
+    """Fix the layout of an activation inside a jitted function.
+
+    Args:
+        x: the activation.
+        name: its entry in `ACTIVATIONS`.
+
+    Raises:
+        RuntimeError: no mesh is set; a constraint that silently does nothing is worse than none.
+        ValueError: an unknown name.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        raise RuntimeError(f"constrain({name!r}) outside a mesh: wrap the call in `with jax.set_mesh(mesh):`")
+    return jax.lax.with_sharding_constraint(x, _activation_spec(name))
+
+
+def check_collisions(spec: P, where: str) -> None:
+    """Refuse a spec that lays two dimensions along one mesh axis.
+
+    Raises:
+        ValueError: naming the axis.
+    """
+    used: list[str] = []
+    for entry in spec:
+        used += [entry] if isinstance(entry, str) else list(entry or ())
+    for axis in used:
+        if axis not in AXES:
+            raise ValueError(f"{where}: unknown mesh axis {axis!r}; axes are {AXES}")
+        if used.count(axis) > 1:
+            raise ValueError(f"{where}: mesh axis {axis!r} occurs twice in {spec}: each may split one dimension only")
+
+
+def _activation_spec(name: str) -> P:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"no sharding for activation {name!r}: known are {sorted(ACTIVATIONS)}")
+    check_collisions(ACTIVATIONS[name], name)
+    return ACTIVATIONS[name]
+
+
+def _axis_size(mesh: Mesh, axis: str | tuple[str, ...]) -> int:
+    size = 1
+    for name in (axis,) if isinstance(axis, str) else axis:
+        size *= mesh.shape[name]
+    return size
+
+
+def _path_text(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

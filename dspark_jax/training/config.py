@@ -1,0 +1,231 @@
+"""What a training run is: one frozen dataclass, written in a Python file and overridden from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from dspark_jax.config import DecoderConfig, DrafterConfig, HeadType, spread_layer_ids
+from dspark_jax.training.losses import LossConfig
+from dspark_jax.training.optimizer import OptimizerConfig
+
+DRAFTER_KINDS = ("dspark", "dflash", "eagle3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """What is free to choose about a drafter; everything else is derived from its target.
+
+    Attributes:
+        kind: "dspark", "dflash" (the same backbone without heads) or "eagle3".
+        layers: draft depth.
+        intermediate_size: MLP width; None takes the target's.
+        block_size: gamma; for EAGLE-3 the number of training-time-test steps.
+        taps: tapped target layers; None spreads five over the depth.
+        mask_token_id: token that fills block inputs (parallel drafters): a special token that no text holds.
+        markov_rank: rank of the sequential head; 0 for none.
+        markov_head: its form.
+        confidence_head: whether there is one.
+        confidence_with_markov: whether it reads the sequential head's table row.
+        step_loss_decay: EAGLE-3's factor between steps.
+    """
+
+    kind: Literal["dspark", "dflash", "eagle3"] = "dspark"
+    layers: int = 5
+    intermediate_size: int | None = None
+    block_size: int = 7
+    taps: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    markov_rank: int = 0
+    markov_head: HeadType = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = True
+    step_loss_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        parallel = self.kind != "eagle3"
+        _unread(self, "heads belong to DSpark", self.kind == "dspark", _HEAD_FIELDS)
+        _unread(self, "EAGLE-3 has no mask inputs", parallel, ("mask_token_id",))
+        _unread(self, "only EAGLE-3 decays over steps", not parallel, ("step_loss_decay",))
+        if parallel and self.mask_token_id is None:
+            raise ValueError(f"kind {self.kind!r} needs mask_token_id: a special token that no text holds")
+
+
+_HEAD_FIELDS = ("markov_rank", "markov_head", "confidence_head", "confidence_with_markov")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Sizes of the device mesh; see `sharding.create_mesh`."""
+
+    data: int | None = None
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        drafter: what is trained.
+        data: conversation files (JSONL).
+        output: folder of checkpoints, exported drafters and logs.
+        target: `smollm2-135m`, a path or a hub name.
+        features_cache: folder of a target cache with these taps; None runs the target inside the step.
+        loss: weights of the parallel drafters' objective.
+        optimizer: AdamW and its schedule.
+        steps: length of the run and of its schedule; give this or `epochs`.
+        epochs: length in passes over the corpus.
+        max_minutes: stop and save after this much accumulated training time, resumes included; the schedule stays.
+        sequence_length: tokens of a row; longer conversations are cut.
+        batch_size: rows of a step, over all devices and accumulation steps.
+        accumulation: parts a step is computed in, one after another.
+        num_anchors: anchors of a row (parallel drafters).
+        packed: several conversations share a row.
+        min_loss_tokens: conversations with fewer supervised tokens are dropped.
+        seed: names parameters, data order and anchors.
+        dtype: of products and activations; weights and moments are float32.
+        vocab_chunk: anchors (EAGLE-3: positions) of each row whose logits exist at once.
+        mesh: device mesh.
+        checkpoint_every: steps between checkpoints; there is always one at the end.
+        keep_checkpoints: older ones are deleted, exports with them.
+        log_every: steps summed into one line of the log.
+        validate_every: steps between validations on the held-out rows; None for none.
+        validation_batches: batches of a validation; None takes all held-out rows.
+        decode_every: steps between checks by real decoding; None for none.
+        decode_prompts: prompts of such a check.
+        tensorboard: also write TensorBoard files.
+    """
+
+    drafter: DrafterShape
+    data: tuple[Path, ...]
+    output: Path
+    target: str = "smollm2-135m"
+    features_cache: Path | None = None
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    steps: int | None = None
+    epochs: int | None = None
+    max_minutes: float | None = None
+    sequence_length: int = 4096
+    batch_size: int = 512
+    accumulation: int = 1
+    num_anchors: int | None = None
+    packed: bool = True
+    min_loss_tokens: int = 14
+    seed: int = 0
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    vocab_chunk: int = 1
+    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    validate_every: int | None = None
+    validation_batches: int | None = None
+    decode_every: int | None = None
+    decode_prompts: int = 16
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"give steps or epochs, exactly one: found steps {self.steps}, epochs {self.epochs}")
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation}")
+        for name in ("checkpoint_every", "keep_checkpoints", "log_every", "accumulation", "vocab_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        parallel = self.drafter.kind != "eagle3"
+        if parallel and self.num_anchors is None:
+            raise ValueError(f"drafter.kind {self.drafter.kind!r} needs num_anchors")
+        _unread(self, "EAGLE-3 trains at every position with its own objective", parallel, ("num_anchors", "loss"))
+        if parallel and self.loss.confidence and not self.drafter.confidence_head:
+            raise ValueError("loss.confidence is on, but drafter.confidence_head is off: set loss.confidence to 0")
+
+
+def _unread(config: Any, reason: str, is_read: bool, names: tuple[str, ...]) -> None:
+    """Refuse settings that this kind of run would ignore."""
+    if is_read:
+        return
+    for field in dataclasses.fields(config):
+        value, factory = getattr(config, field.name), field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        if field.name in names and value != default:
+            raise ValueError(f"{field.name} = {value!r} would not be read ({reason}): remove it")
+
+
+def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+    """Derive the drafter from its target: same width, heads, RoPE and vocabulary, Qwen3 layers (q/k-norm).
+
+    Raises:
+        ValueError: taps or a mask token that the target does not have.
+    """
+    shape = config.drafter
+    decoder = dataclasses.replace(
+        target,
+        family="qwen3",
+        qk_norm=True,
+        attention_bias=False,
+        mlp_bias=False,
+        num_layers=shape.layers,
+        intermediate_size=shape.intermediate_size or target.intermediate_size,
+        tie_word_embeddings=False,
+        layer_types=(),
+        sliding_window=None,
+    )
+    common: dict[str, Any] = {
+        "decoder": decoder,
+        "target_layers": target.num_layers,
+        "target_layer_ids": shape.taps or spread_layer_ids(target.num_layers),
+        "block_size": shape.block_size,
+    }
+    if shape.kind == "eagle3":
+        return DrafterConfig(kind="eagle3", step_loss_decay=shape.step_loss_decay, **common)
+    return DrafterConfig(
+        kind="dspark",
+        mask_token_id=shape.mask_token_id,
+        markov_rank=shape.markov_rank,
+        markov_head=shape.markov_head,
+        confidence_head=shape.confidence_head,
+        confidence_with_markov=shape.confidence_with_markov,
+        num_anchors=config.num_anchors or 0,
+        **common,
+    )
+
+
+def load_config(path: str | Path) -> TrainConfig:
+    """Read a config file: Python that ends with `config = TrainConfig(...)`; siblings may import each other.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file defines no `config` of this type.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"config file {path} does not exist")
+    folder = str(path.resolve().parent)
+    before = set(sys.modules)
+    sys.path.insert(0, folder)
+    try:
+        found = runpy.run_path(str(path)).get("config")
+    finally:
+        sys.path.remove(folder)
+        # Another folder may hold a file of the same name.
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+                del sys.modules[name]
+    if not isinstance(found, TrainConfig):
+        raise ValueError(f"{path} defines config = {type(found).__name__}, expected a TrainConfig")
+    return found
+
+
+def to_json(value: Any) -> Any:
+    """Nested plain values of a config, for fingerprints and for telling two runs apart."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [to_json(x) for x in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,388 @@
+"""A training run from top to bottom: mesh, data, abstract state, shardings, init, donated step, restore, loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from dspark_jax.data.conversations import TokenizedCorpus, split_validation
+from dspark_jax.data.pipeline import Batch, BatchSource
+from dspark_jax.data.target_cache import TargetCache
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.draft.dspark import DSparkFunctions
+from dspark_jax.draft.loading import functions_for
+from dspark_jax.progress import Progress
+from dspark_jax.sharding import activation_sharding, create_mesh, row_shards, tree_shardings
+from dspark_jax.target.loading import Target
+from dspark_jax.target.transformer import check_tap_ids
+from dspark_jax.training.checkpoint import Checkpoints
+from dspark_jax.training.config import TrainConfig, drafter_config, to_json
+from dspark_jax.training.logs import MetricLog, Window
+from dspark_jax.training.optimizer import create_optimizer, learning_rate, warmup_steps
+from dspark_jax.training.step import (
+    BlockObjective,
+    Eagle3Objective,
+    Objective,
+    Step,
+    StepMetrics,
+    TrainState,
+    init_state,
+)
+from dspark_jax.types import Params
+
+DecodeCheck = Callable[[Drafter, int], dict[str, float]]
+"""`decode_check(drafter, num_prompts) -> measurements` of real speculative decoding."""
+
+# The host runs at most this many steps ahead of the metrics it has read.
+STEPS_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        reason: "finished", "time" (`max_minutes` reached) or "signal" (SIGTERM).
+        step: steps done.
+        seconds: accumulated training time, resumes included.
+        drafter: the drafter as trained.
+    """
+
+    reason: Literal["finished", "time", "signal"]
+    step: int
+    seconds: float
+    drafter: Drafter
+
+
+@dataclasses.dataclass
+class Counters:
+    """Progress of a run that lives on the host and survives resumes.
+
+    Attributes:
+        seconds: training time, without compilation, validation, checks and saves.
+        sequences: rows trained on.
+        blocks: supervised blocks (EAGLE-3: positions) trained on.
+    """
+
+    seconds: float = 0.0
+    sequences: int = 0
+    blocks: int = 0
+
+
+class Stopwatch:
+    """Accumulated time, started and stopped."""
+
+    def __init__(self, seconds: float):
+        self._before, self._started = seconds, None
+
+    _started: float | None
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self._before, self._started = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """Time counted so far."""
+        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+
+def build_sources(
+    config: TrainConfig, target: Target, corpus: TokenizedCorpus
+) -> tuple[BatchSource, BatchSource | None]:
+    """Split the corpus by row id and lay out training and validation batches.
+
+    Raises:
+        ValueError: the feature cache belongs to other taps or another target, or the corpus holds the mask token.
+    """
+    mask = config.drafter.mask_token_id
+    count = 0 if mask is None else int(np.sum(corpus.tokens == mask))
+    if count:
+        raise ValueError(
+            f"drafter.mask_token_id {mask} occurs {count} times in the corpus: choose a special token that no text has"
+        )
+    features = None if config.features_cache is None else TargetCache(config.features_cache)
+    if features is not None:
+        taps = drafter_config(config, target.config).target_layer_ids
+        for key, expected in (("target_layer_ids", list(taps)), ("target", config.target)):
+            found = features.manifest.get(key, expected)
+            if found != expected:
+                raise ValueError(f"{features.path} was made with {key} {found}, this run has {expected}: rebuild it")
+    training, held_out = split_validation(corpus)
+
+    vocab = target.config.vocab_size
+
+    def source(part: TokenizedCorpus, rows: int, packed: bool) -> BatchSource:
+        return BatchSource(part, rows, config.sequence_length, config.seed, packed, vocab_size=vocab, features=features)
+
+    train = source(training, config.batch_size, config.packed)
+    if config.validate_every is None:
+        return train, None
+    if not len(held_out):
+        raise ValueError(
+            "validate_every is set, but no row (of id divisible by 50) is held out: add data or set it to None"
+        )
+    # Unpacked rows: their number is known, so that small held-out sets still fill a batch.
+    rows = min(config.batch_size // config.accumulation, len(held_out))
+    return train, source(held_out, rows, False)
+
+
+def create_step(config: TrainConfig, target: Target, steps: int) -> Step:
+    """Bind the pure step to a configuration."""
+    shape = drafter_config(config, target.config)
+    check_tap_ids(target.config, shape.target_layer_ids)
+    functions = functions_for(shape, jnp.dtype(config.dtype))
+    objective: Objective
+    if isinstance(functions, DSparkFunctions):
+        objective = BlockObjective(functions, config.loss, shape.num_anchors, config.seed, config.vocab_chunk)
+    else:
+        objective = Eagle3Objective(functions, config.vocab_chunk)
+    peak, warmup = config.optimizer.learning_rate, warmup_steps(config.optimizer, steps)
+    return Step(
+        functions=functions,
+        objective=objective,
+        target=target.config,
+        optimizer=create_optimizer(config.optimizer),
+        schedule=lambda step: learning_rate(step, peak, warmup, steps),
+    )
+
+
+def train(
+    config: TrainConfig,
+    target: Target,
+    corpus: TokenizedCorpus,
+    *,
+    decode_check: DecodeCheck | None = None,
+    console: Console | None = None,
+) -> TrainResult:
+    """Train a drafter, continuing from the newest checkpoint in `config.output` where there is one.
+
+    Args:
+        config: the run.
+        target: the frozen target, in the run's dtype.
+        corpus: tokenized conversations; rows whose number is divisible by 50 are held out.
+        decode_check: measures real decoding every `decode_every` steps.
+        console: where messages go.
+
+    Returns:
+        How the run ended; a run that ended early is continued by the same call.
+
+    Raises:
+        ValueError: settings, data or checkpoint that do not fit together.
+    """
+    if (config.decode_every is None) != (decode_check is None):
+        raise ValueError(f"decode_every is {config.decode_every}, decode_check is {decode_check}: give both or neither")
+    run = Run(config, target, corpus, decode_check, console or Console(stderr=True))
+    with jax.set_mesh(run.mesh), _termination() as terminated:
+        return run.execute(terminated)
+
+
+class Run:
+    """State of `train` between its parts."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: Target,
+        corpus: TokenizedCorpus,
+        decode_check: DecodeCheck | None,
+        console: Console,
+    ):
+        self.config, self.target, self.decode_check, self.console = config, target, decode_check, console
+        self.mesh = create_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+        rows, shards = config.batch_size // config.accumulation, row_shards(self.mesh)
+        if rows % shards:
+            raise ValueError(f"{rows} rows an accumulation step do not divide over {shards} shards of the mesh")
+        self.source, self.validation = build_sources(config, target, corpus)
+        self.total_steps = config.steps or (config.epochs or 0) * self.source.batches_per_epoch
+        self.step = create_step(config, target, self.total_steps)
+        self.checkpoints = Checkpoints(config.output, self.step.functions, config.keep_checkpoints, to_json(config))
+        self.counters, self.window, self.stopwatch = Counters(), Window(), Stopwatch(0.0)
+        self.in_flight: deque[StepMetrics] = deque()
+
+    def execute(self, terminated: threading.Event) -> TrainResult:
+        """Init or restore, compile, loop."""
+        config, mesh = self.config, self.mesh
+        tables = jax.device_put(self.target.tables, tree_shardings(mesh, self.target.tables))
+        target_params: Params | None = None
+        if config.features_cache is None:
+            target_params = jax.device_put(self.target.params, tree_shardings(mesh, self.target.params))
+        self.frozen = (tables, target_params)
+        state, start = self.initial_state()
+        log = MetricLog(config.output, tensorboard=config.tensorboard, resume_step=start)
+        batches = self.source.prefetch(start)
+        train_step = jax.jit(self.step.train, donate_argnums=0)
+        evaluate = jax.jit(self.step.evaluate)
+        reason: Literal["finished", "time", "signal"] = "finished"
+        if start < self.total_steps:
+            began = time.monotonic()
+            compiled = train_step.lower(state, self.put(self.source.batch(start)), *self.frozen).compile()
+            self.console.print(f"compiled the step in {time.monotonic() - began:.0f} s")
+        self.stopwatch.start()
+        with Progress("training", self.total_steps - start, "steps", console=self.console) as progress:
+            for step in range(start + 1, self.total_steps + 1):
+                _, batch = next(batches)
+                state, metrics = compiled(state, self.put(batch), *self.frozen)
+                self.in_flight.append(metrics)
+                self.counters.sequences += config.batch_size
+                self.read_metrics(STEPS_IN_FLIGHT)
+                last = step == self.total_steps
+                if step % config.log_every == 0 or last:
+                    self.log_training(log, step, progress)
+                progress.update(1)
+                if terminated.is_set():
+                    reason = "signal"
+                elif config.max_minutes is not None and self.stopwatch.seconds >= 60 * config.max_minutes and not last:
+                    reason = "time"
+                if self.due(config.validate_every, step, last) or self.due(config.decode_every, step, last):
+                    self.check(log, state, step, last, evaluate)
+                if step % config.checkpoint_every == 0 or last or reason != "finished":
+                    self.save(state)
+                if reason != "finished":
+                    break
+        self.stopwatch.stop()
+        log.close()
+        self.checkpoints.close()
+        step = int(state.step)
+        functions = self.step.functions
+        drafter = Drafter(str(config.output), functions.config, jax.device_get(state.params), functions)
+        return TrainResult(reason=reason, step=step, seconds=self.stopwatch.seconds, drafter=drafter)
+
+    def initial_state(self) -> tuple[TrainState, int]:
+        """Initialise straight into the shards, or restore into them; returns the state and the steps done."""
+
+        def create() -> TrainState:
+            return init_state(self.step.functions, self.step.optimizer, self.config.seed)
+
+        abstract = jax.eval_shape(create)
+        shardings = tree_shardings(self.mesh, abstract)
+        count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract.params))
+        steps, epochs = self.total_steps, self.total_steps / self.source.batches_per_epoch
+        self.console.print(
+            f"{self.step.functions.config.name}: {count:,} parameters; {steps:,} steps, {epochs:.1f} epochs of "
+            f"{self.source.num_rows:,} rows"
+        )
+        if self.checkpoints.latest() is None:
+            return jax.jit(create, out_shardings=shardings)(), 0
+        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+        state, saved = self.checkpoints.restore(abstract, self.source.fingerprint)
+        self.counters, self.window = Counters(**saved["counters"]), Window(saved["window"])
+        self.stopwatch = Stopwatch(self.counters.seconds)
+        start = int(saved["next_batch"])
+        self.console.print(f"continuing after step {start:,} ({self.counters.seconds / 60:.1f} minutes of training)")
+        return state, start
+
+    def put(self, batch: Batch) -> Batch:
+        """Give every device its rows of every accumulation step."""
+        sharding = activation_sharding(self.mesh, "accumulated_rows")
+        parts = self.config.accumulation
+
+        def place(x: np.ndarray) -> jax.Array:
+            x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(place, batch)
+
+    def read_metrics(self, keep: int) -> None:
+        """Read finished steps' metrics, leaving the newest `keep` on the device."""
+        while len(self.in_flight) > keep:
+            metrics = jax.device_get(self.in_flight.popleft())
+            self.window.add(metrics)
+            self.counters.blocks += int(metrics.terms.blocks)
+
+    def log_training(self, log: MetricLog, step: int, progress: Progress) -> None:
+        """Write the window's means and begin a new one."""
+        self.read_metrics(0)
+        self.counters.seconds = self.stopwatch.seconds
+        means = self.window.means()
+        log.write("train", step, {**dataclasses.asdict(self.counters), "steps": self.window.steps, **means})
+        self.window = Window()
+        names = ("loss", "ce", "tv", "confidence", "tau_probabilistic", "learning_rate")
+        shown: dict[str, Any] = {name: means[name] for name in names if name in means}
+        if "accept_rate" in means:
+            shown["accept"] = " ".join(f"{x:.2f}" for x in means["accept_rate"])
+        progress.update(0, **shown)
+
+    def due(self, every: int | None, step: int, last: bool) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return every is not None and (step % every == 0 or last)
+
+    def check(self, log: MetricLog, state: TrainState, step: int, last: bool, evaluate: Any) -> None:
+        """Validate and decode, off the training clock."""
+        self.read_metrics(0)
+        self.stopwatch.stop()
+        spent = {"seconds": self.stopwatch.seconds, "sequences": self.counters.sequences}
+        if self.due(self.config.validate_every, step, last):
+            values = self.validate(state.params, evaluate)
+            log.write("validation", step, {**spent, **values})
+            self.console.print(_summary(f"validation at step {step}", values), soft_wrap=True)
+        if self.decode_check is not None and self.due(self.config.decode_every, step, last):
+            functions = self.step.functions
+            # A copy: the next step is free to overwrite the state's buffers.
+            params = jax.tree.map(jnp.copy, state.params)
+            drafter = Drafter(f"step {step}", functions.config, params, functions)
+            values = self.decode_check(drafter, self.config.decode_prompts)
+            log.write("decode", step, {**spent, **values})
+            self.console.print(_summary(f"decoding at step {step}", values), soft_wrap=True)
+        self.stopwatch.start()
+
+    def validate(self, params: Params, evaluate: Any) -> dict[str, Any]:
+        """Means over the held-out rows at fixed anchors."""
+        assert self.validation is not None
+        count = self.validation.batches_per_epoch
+        window = Window()
+        for k in range(min(count, self.config.validation_batches or count)):
+            batch = jax.tree.map(lambda x: x[None], self.validation.batch(k))
+            window.add_loss(*jax.device_get(evaluate(params, batch, *self.frozen)))
+        return window.means()
+
+    def save(self, state: TrainState) -> None:
+        """Save everything a resume needs."""
+        self.read_metrics(0)
+        self.stopwatch.stop()
+        self.counters.seconds = self.stopwatch.seconds
+        self.checkpoints.save(
+            state,
+            {
+                "next_batch": int(state.step),
+                "data": self.source.fingerprint,
+                "counters": dataclasses.asdict(self.counters),
+                "window": self.window.to_json(),
+            },
+        )
+        self.stopwatch.start()
+
+
+def _summary(title: str, values: dict[str, Any]) -> str:
+    numbers = [f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, float)]
+    accept = [f"accept {' '.join(f'{x:.2f}' for x in values['accept_rate'])}"] if "accept_rate" in values else []
+    return f"{title}: " + "  ".join(numbers + accept)
+
+
+@contextlib.contextmanager
+def _termination() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets: preemption leaves time for one checkpoint."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
