@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
 from dspark_jax.types import Sampling
 
@@ -217,7 +217,7 @@ def residual(p: Float[Array, "*rows V"], q: Float[Array, "*rows V"]) -> Float[Ar
     return jnp.where(mass <= RESIDUAL_MASS_FLOOR, p, excess / jnp.maximum(mass, RESIDUAL_MASS_FLOOR))
 
 
-def request_keys(seeds: Int[Array, "S"]) -> Key[Array, "S"]:
+def request_keys(seeds: Integer[Array, "S"]) -> Key[Array, "S"]:
     """One key per request from its seed: the root of everything random about it."""
     return jax.vmap(jax.random.key)(seeds)
 
