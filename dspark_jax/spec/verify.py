@@ -126,7 +126,7 @@ def verify_block(
         )
     stops = is_stop(proposal.tokens, stop_ids) & (jnp.arange(proposal.tokens.shape[1]) < accepted[:, None])
     stopped = jnp.any(stops, axis=-1)
-    until_stop = jnp.where(stopped, jnp.argmax(stops, axis=-1) + 1, accepted)
+    until_stop = jnp.where(stopped, leading(~stops) + 1, accepted)
     return Verification(
         num_accepted=jnp.where(active, until_stop, 0).astype(jnp.int32),
         num_accepted_raw=jnp.where(active, accepted, 0).astype(jnp.int32),
@@ -175,6 +175,8 @@ def next_token_rows(
         (p, q) rows over V.
     """
     p_row = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
+    if proposal.tokens.shape[1] == 0:  # plain decoding: a block without drafts
+        return p_row, jnp.zeros_like(p_row)
     slot = jnp.minimum(accepted, proposal.tokens.shape[1] - 1)[:, None]
     if proposal.probs is None:
         token = jnp.take_along_axis(proposal.tokens, slot, axis=1)
@@ -249,7 +251,7 @@ def commit_tokens(
     budget = jnp.maximum(jnp.minimum(remaining, context_room), 0)
     stops = is_stop(tokens, stop_ids) & (index < jnp.minimum(available, budget)[:, None])
     stopped = jnp.any(stops, axis=-1)
-    count = jnp.where(stopped, jnp.argmax(stops, axis=-1) + 1, jnp.minimum(available, budget))
+    count = jnp.where(stopped, leading(~stops) + 1, jnp.minimum(available, budget))
     reason = jnp.where(
         stopped,
         FinishReason.STOP,

@@ -75,6 +75,16 @@ def test_no_draft_token_verified_is_plain_decoding(mode):
     assert (int(out.num_accepted[0]), int(out.next_token[0])) == (0, 7)
 
 
+@pytest.mark.parametrize("mode", ["greedy", "plain", "filtered"])
+def test_a_block_without_drafts_is_plain_decoding(mode):
+    empty = proposal(np.zeros((2, 0)))
+    stop, active = jnp.full((2, 1), 7), jnp.array([True, True])
+    out = verify(favour([[7], [3]]), empty, mode=mode, stop=stop)
+    commit = commit_tokens(out, empty, jnp.array([9, 1]), jnp.array([9, 9]), stop, active)
+    np.testing.assert_array_equal(commit.tokens, [[7], [3]])
+    np.testing.assert_array_equal(commit.reason, [FinishReason.STOP, FinishReason.LENGTH])
+
+
 def test_tokens_beyond_num_valid_are_never_accepted():
     out = verify(favour([[1, 2, 3, 4]] * 2), proposal([[1, 2, 3]] * 2, num_valid=[2, 0]))
     np.testing.assert_array_equal(out.num_accepted, [2, 0])
