@@ -32,6 +32,7 @@ class CacheCommand:
         taps: tapped layers; by default five spread over the depth.
         max_length: tokens kept of a conversation.
         dtype: type of the forward pass (features are stored as bfloat16 either way).
+        max_minutes: finish the cache with the rows written by then (a fair sample of the corpus).
         yes: write without asking when the cache takes more than 1 GB.
     """
 
@@ -41,6 +42,7 @@ class CacheCommand:
     taps: tuple[int, ...] | None = None
     max_length: int = 4096
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_minutes: float | None = None
     yes: bool = False
 
 
@@ -49,16 +51,21 @@ def main(command: CacheCommand) -> None:
     console = Console()
     target = load_target(command.target, dtype=jnp.dtype(command.dtype))
     corpus, summary = load_corpus(
-        command.data, target.tokenizer, IngestOptions(max_length=command.max_length), vocab_size=target.config.vocab_size
+        command.data,
+        target.tokenizer,
+        IngestOptions(max_length=command.max_length),
+        vocab_size=target.config.vocab_size,
     )
     console.print(summary.table())
     taps = command.taps or spread_layer_ids(target.config.num_layers)
     width = target.config.hidden_size
     size = size_estimate(len(corpus.tokens), len(taps) * width, width, len(corpus))
-    console.print(f"{len(corpus):,} rows, {len(corpus.tokens):,} tokens, taps {taps}: {size / 1e9:.1f} GB at {command.output}")
+    console.print(
+        f"{len(corpus):,} rows, {len(corpus.tokens):,} tokens, taps {taps}: {size / 1e9:.1f} GB at {command.output}"
+    )
     if size > 1e9 and not command.yes and input("write it? [y/N] ").strip().lower() != "y":
         raise SystemExit("nothing written")
-    write_feature_cache(target, corpus, command.output, taps)
+    write_feature_cache(target, corpus, command.output, taps, max_minutes=command.max_minutes)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ class DrafterConfig:
                     f"and normed; tap one of -1..{self.target_layers - 2}"
                 )
             if not -1 <= layer < self.target_layers:
-                raise ValueError(f"target_layer_ids contains {layer}; the target has layers -1..{self.target_layers - 2} to tap")
+                raise ValueError(
+                    f"target_layer_ids contains {layer}; the target has layers -1..{self.target_layers - 2} to tap"
+                )
         if self.kind == "eagle3" and self.decoder.num_layers != 1:
             raise ValueError(
                 f"EAGLE-3 has exactly one layer (its cache update is only correct for one), found {self.decoder.num_layers}"
@@ -121,7 +123,9 @@ class DrafterConfig:
             if self.mask_token_id is None:
                 raise ValueError("a parallel drafter needs mask_token_id")
             if not 0 <= self.mask_token_id < self.decoder.vocab_size:
-                raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.decoder.vocab_size}")
+                raise ValueError(
+                    f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.decoder.vocab_size}"
+                )
 
     @property
     def confidence_features(self) -> bool:

@@ -86,7 +86,9 @@ def decoder_config(config: dict[str, Any], where: str = "config.json") -> Decode
     """
     family = config.get("model_type")
     if family not in SUPPORTED_FAMILIES:
-        raise ValueError(f"{where}: model_type {family!r} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}")
+        raise ValueError(
+            f"{where}: model_type {family!r} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}"
+        )
     for key, off in _OFF_VALUES.items():
         if key in config and config[key] not in off:
             raise ValueError(f"{where}: {key} = {config[key]!r} changes the mathematics and is not implemented")
@@ -122,7 +124,9 @@ def _layer_types(config: dict[str, Any], layers: int, where: str) -> tuple[Any, 
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     for kind in kinds or ():
         if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"{where}: layer type {kind!r} is not implemented (full_attention and sliding_attention are)")
+            raise ValueError(
+                f"{where}: layer type {kind!r} is not implemented (full_attention and sliding_attention are)"
+            )
     return tuple(kinds or ())
 
 
@@ -131,7 +135,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; expected a model folder with config.json and safetensors") from None
+        raise FileNotFoundError(
+            f"{path} does not exist; expected a model folder with config.json and safetensors"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
@@ -151,7 +157,9 @@ def resolve_folder(name_or_path: str, patterns: Iterable[str]) -> Path:
         return path
     looks_local = path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1
     if looks_local:
-        raise FileNotFoundError(f"{name_or_path} does not exist; give a model folder, a .gguf file or a hub name like org/model")
+        raise FileNotFoundError(
+            f"{name_or_path} does not exist; give a model folder, a .gguf file or a hub name like org/model"
+        )
     from huggingface_hub import snapshot_download
 
     # Without a limit of its own the client retries an unreachable hub for minutes.

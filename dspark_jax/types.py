@@ -41,7 +41,9 @@ class TargetTables:
 
     def logits(self, hidden: Float[Array, "... D"], dtype: Any = jnp.float32) -> Float[Array, "... V"]:
         """Post-norm hidden states to float32 logits, soft-cap included; the product runs in `dtype`."""
-        out = jnp.einsum("...d,vd->...v", hidden.astype(dtype), self.head.astype(dtype), preferred_element_type=jnp.float32)
+        out = jnp.einsum(
+            "...d,vd->...v", hidden.astype(dtype), self.head.astype(dtype), preferred_element_type=jnp.float32
+        )
         return out if self.soft_cap is None else self.soft_cap * jnp.tanh(out / self.soft_cap)
 
 

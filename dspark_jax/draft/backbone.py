@@ -60,9 +60,7 @@ class ParallelDrafter(nn.Module):
         """What W2 multiplies at every slot, with the true previous tokens (teacher forcing)."""
         return self.markov_head.teacher_forced(previous, hidden)
 
-    def confidence(
-        self, hidden: Float[Array, "... G D"], previous: Int[Array, "... G"]
-    ) -> Float[Array, "... G"]:
+    def confidence(self, hidden: Float[Array, "... G D"], previous: Int[Array, "... G"]) -> Float[Array, "... G"]:
         """Confidence logits of every slot (before the sigmoid)."""
         table = self.markov_head.embed(previous) if self.config.confidence_features else None
         return self.confidence_head(hidden, table)

@@ -62,7 +62,7 @@ class Eagle3Module(nn.Module):
         self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
 
     def fuse(self, taps: Float[Array, "... FD"]) -> Float[Array, "... D"]:
-        """g = fc(tapped states): no bias, no norm."""
+        """G = fc(tapped states): no bias, no norm."""
         return self.fc(taps.astype(self.dtype))
 
     def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
@@ -281,7 +281,8 @@ def _diagonal_attention(
     scores = scores.reshape(rows, kv_heads, group, length, length) * scale
     visible = jnp.broadcast_to(mask[:, None, None], scores.shape)
     diagonals = [
-        jnp.sum(grouped.astype(jnp.float32) * by_head(key).astype(jnp.float32)[:, :, None], axis=-1, keepdims=True) * scale
+        jnp.sum(grouped.astype(jnp.float32) * by_head(key).astype(jnp.float32)[:, :, None], axis=-1, keepdims=True)
+        * scale
         for key, _ in later
     ]
     own = jnp.broadcast_to(alive[:, None, None, :, None], (rows, kv_heads, group, length, 1))

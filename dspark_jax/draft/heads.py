@@ -67,9 +67,7 @@ class MarkovHead(nn.Module):
         state = gate * state + (1 - gate) * jnp.tanh(candidate)
         return jnp.tanh(output), state.astype(self.dtype)
 
-    def teacher_forced(
-        self, previous: Int[Array, "... G"], hidden: Float[Array, "... G D"]
-    ) -> Float[Array, "... G R"]:
+    def teacher_forced(self, previous: Int[Array, "... G"], hidden: Float[Array, "... G D"]) -> Float[Array, "... G R"]:
         """All slots with known previous tokens `[anchor, labels[:-1]]`; parallel except for the RNN form."""
         if self.config.markov_head != "rnn":
             return self.step(previous, hidden, jnp.zeros((*previous.shape, self.config.markov_rank), self.dtype))[0]
@@ -94,9 +92,7 @@ class ConfidenceHead(nn.Module):
         # Its single output is computed in float32: calibration reads small differences of it.
         self.proj = Linear(1, use_bias=True, dtype=jnp.float32)
 
-    def __call__(
-        self, hidden: Float[Array, "... D"], table_row: Float[Array, "... R"] | None
-    ) -> Float[Array, "..."]:
+    def __call__(self, hidden: Float[Array, "... D"], table_row: Float[Array, "... R"] | None) -> Float[Array, "..."]:
         parts = [hidden] if table_row is None else [hidden, table_row]
         return self.proj(jnp.concatenate([p.astype(jnp.float32) for p in parts], axis=-1))[..., 0]
 
@@ -150,4 +146,3 @@ def sample_block(
     slots = (base_logits.swapaxes(0, 1), hidden.swapaxes(0, 1), steps)
     _, (tokens, previous, probs) = jax.lax.scan(body, (anchors, state), slots)
     return tokens.T, previous.T, None if probs is None else probs.swapaxes(0, 1)
-

@@ -28,7 +28,11 @@ _TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
 def shipped_drafters() -> tuple[str, ...]:
     """Names of the drafters inside the package, for `load_drafter` and `--draft`."""
-    return tuple(sorted(p.name for p in PRETRAINED.iterdir() if (p / "config.json").exists())) if PRETRAINED.exists() else ()
+    return (
+        tuple(sorted(p.name for p in PRETRAINED.iterdir() if (p / "config.json").exists()))
+        if PRETRAINED.exists()
+        else ()
+    )
 
 
 def functions_for(config: DrafterConfig, dtype: Any = jnp.float32) -> DSparkFunctions | Eagle3Functions:
@@ -81,7 +85,9 @@ def arrange_params(functions: DSparkFunctions | Eagle3Functions, tensors: dict[s
 
     params = jax.tree_util.tree_map_with_path(take, shapes)
     if left:
-        raise ValueError(f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all) for {functions.config.name}")
+        raise ValueError(
+            f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all) for {functions.config.name}"
+        )
     return params
 
 
@@ -143,7 +149,9 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
             f"{', '.join(_ARCHITECTURES)}. {_other_layout(config)}"
         )
     if config.get("sample_from_anchor") is False:
-        raise ValueError(f"{where}: sample_from_anchor is false (predictions from slot 1): another block layout, not supported")
+        raise ValueError(
+            f"{where}: sample_from_anchor is false (predictions from slot 1): another block layout, not supported"
+        )
     decoder = decoder_config(config, where)
     common = {
         "decoder": decoder,
@@ -266,4 +274,6 @@ def _check_target_tensor(name: str, value: np.ndarray | None, tables: TargetTabl
     stored, held = value[:rows][sample].astype(np.float32), np.asarray(own[sample], np.float32)
     # bfloat16 keeps 8 bits: anything further apart is another model's table.
     if not np.allclose(stored, held, rtol=2**-7, atol=1e-3):
-        raise ValueError(f"{folder}: tensor {name!r} differs from the target's own; the drafter belongs to another target")
+        raise ValueError(
+            f"{folder}: tensor {name!r} differs from the target's own; the drafter belongs to another target"
+        )

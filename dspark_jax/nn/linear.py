@@ -36,7 +36,9 @@ def _product_forward(x, weight):
 def _product_backward(residuals, cotangent):
     x, weight = residuals
     cotangent = cotangent.astype(x.dtype)
-    dx = jnp.einsum("...o,oi->...i", cotangent, weight.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    dx = jnp.einsum("...o,oi->...i", cotangent, weight.astype(x.dtype), preferred_element_type=jnp.float32).astype(
+        x.dtype
+    )
     rows, outs = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
     dw = jnp.einsum("to,ti->oi", outs, rows, preferred_element_type=jnp.float32).astype(weight.dtype)
     return dx, dw

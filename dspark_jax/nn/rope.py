@@ -27,9 +27,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     return freq.astype(np.float32)
 
 
-def rotate(
-    x: Float[Array, "... P H"], positions: Int[Array, "..."], config: RopeConfig
-) -> Float[Array, "... P H"]:
+def rotate(x: Float[Array, "... P H"], positions: Int[Array, "..."], config: RopeConfig) -> Float[Array, "... P H"]:
     """Rotate every head of `x` by its row's absolute position (first half paired with second half).
 
     Args:

@@ -189,7 +189,9 @@ def _at(probs: Float[Array, "S G V"], tokens: Int[Array, "S G"]) -> Float[Array,
     return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
 
 
-def confidence_cut(confidence_logits: Float[Array, "S G"], threshold: float) -> Int[Array, "S"]:
+def confidence_cut(
+    confidence_logits: Float[Array, "S G"], threshold: float | Float[Array, ""]
+) -> Int[Array, "S"]:
     """Verify only the prefix before the first doubtful draft token (SPEC §8, threshold mode).
 
     The offline diagnostic of the paper: no load, no cost model. Slot k is doubtful where not (sigmoid(logit_k) >=
@@ -197,7 +199,7 @@ def confidence_cut(confidence_logits: Float[Array, "S G"], threshold: float) -> 
 
     Args:
         confidence_logits: logits of the conditional accept rates c_k (not of their product).
-        threshold: in [0, 1]; 0 keeps everything, c = 0 included.
+        threshold: in [0, 1]; 0 keeps everything, c = 0 included. A traced value has been checked by its owner.
 
     Returns:
         Draft tokens to verify, 0..G.
@@ -208,7 +210,7 @@ def confidence_cut(confidence_logits: Float[Array, "S G"], threshold: float) -> 
     Example:
         c = (.9, .8, .5) with threshold .6 keeps 2; c = (.9, 0, .8) with threshold .5 keeps 1.
     """
-    if not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0):
+    if isinstance(threshold, (int, float)) and not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0):
         raise ValueError(
             f"confidence threshold is {threshold}: expected a probability in [0, 1] (0 keeps every token)."
         )

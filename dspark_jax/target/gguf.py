@@ -45,7 +45,9 @@ def read_gguf(path: Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
     for tensor in reader.tensors:
         # Frequency factors of llama3-style RoPE travel as a tensor; the config path does not carry them.
         if tensor.name == "rope_freqs.weight":
-            raise ValueError(f"{path}: RoPE frequency factors in GGUF are not supported; load the original folder instead")
+            raise ValueError(
+                f"{path}: RoPE frequency factors in GGUF are not supported; load the original folder instead"
+            )
         name = _checkpoint_name(tensor.name, path)
         value = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
         if config.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -80,14 +82,18 @@ def _config(reader: GGUFReader, path: Path) -> DecoderConfig:
 
     family = get("general.architecture")
     if family not in SUPPORTED_FAMILIES:
-        raise ValueError(f"{path}: architecture {family!r} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}")
+        raise ValueError(
+            f"{path}: architecture {family!r} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}"
+        )
     heads, width = int(get(f"{family}.attention.head_count")), int(get(f"{family}.embedding_length"))
     vocabulary = reader.get_field("tokenizer.ggml.tokens")
     scaling = get(f"{family}.rope.scaling.type", "none")
     embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
     vocab_size = int(embedding.shape[1])
     if vocabulary is not None and len(vocabulary.data) > vocab_size:
-        raise ValueError(f"{path}: the tokenizer has {len(vocabulary.data)} tokens, the embedding table {vocab_size} rows")
+        raise ValueError(
+            f"{path}: the tokenizer has {len(vocabulary.data)} tokens, the embedding table {vocab_size} rows"
+        )
     return decoder_config(
         {
             "model_type": family,

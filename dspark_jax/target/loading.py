@@ -83,9 +83,17 @@ def load_target(name_or_path: str, *, dtype: Any = jnp.float32) -> Target:
         params=params,
         tables=tables,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, generation),
+        stop_token_ids=stop_token_ids(tokenizer, generation)
+        if tokenizer is not None
+        else _configured_stops(generation),
         dtype=dtype,
     )
+
+
+def _configured_stops(generation: dict[str, Any] | None) -> tuple[int, ...]:
+    """Stop tokens of a folder without a tokenizer: what generation_config.json says, or none."""
+    ids = (generation or {}).get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
 
 def build_params(
@@ -108,7 +116,9 @@ def build_params(
         raise ValueError(f"{where}: tensor 'lm_head.weight' is missing and tie_word_embeddings is false")
     params = arrange(parameter_shapes(config), left, where, dtype)
     if left:
-        raise ValueError(f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all); the config does not account for them")
+        raise ValueError(
+            f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all); the config does not account for them"
+        )
     return params, TargetTables(embed=embed, head=head)
 
 

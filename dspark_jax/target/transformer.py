@@ -95,7 +95,12 @@ def forward_rows(
         Taps `[B, L, F*D]` and last hidden `[B, L, D]`.
     """
     features, _ = Transformer(config, dtype).apply(
-        {"params": params}, tables.embed_tokens(tokens, dtype), positions, rows_attend(positions, segments), None, tap_ids
+        {"params": params},
+        tables.embed_tokens(tokens, dtype),
+        positions,
+        rows_attend(positions, segments),
+        None,
+        tap_ids,
     )
     return features
 
@@ -116,7 +121,12 @@ def forward_ragged(
     """
     batch = plan.batch
     return Transformer(config, dtype).apply(
-        {"params": params}, tables.embed_tokens(batch.tokens, dtype), batch.positions, cache_attend(plan), caches, tap_ids
+        {"params": params},
+        tables.embed_tokens(batch.tokens, dtype),
+        batch.positions,
+        cache_attend(plan),
+        caches,
+        tap_ids,
     )
 
 

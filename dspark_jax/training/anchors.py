@@ -39,9 +39,7 @@ def candidate_mask(loss_mask: Bool[Array, "B L"], segments: Int[Array, "B L"]) -
     return loss_mask[:, :-1] & loss_mask[:, 1:] & (segments[:, :-1] == segments[:, 1:])
 
 
-def choose_anchors(
-    candidates: Bool[Array, "B M"], uniforms: Float[Array, "B M"], num_anchors: int
-) -> Anchors:
+def choose_anchors(candidates: Bool[Array, "B M"], uniforms: Float[Array, "B M"], num_anchors: int) -> Anchors:
     """Up to `num_anchors` candidates with the smallest uniforms, sorted by position: a draw without replacement.
 
     Example: candidates [1, 0, 1, 1], uniforms [.5, .1, .2, .9], 2 anchors give index [0, 2], keep [1, 1].

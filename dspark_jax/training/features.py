@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.conversations import TokenizedCorpus
+from dspark_jax.data.packing import hash_order
 from dspark_jax.data.target_cache import BFLOAT16, TargetCacheWriter
 from dspark_jax.progress import Progress
 from dspark_jax.target.loading import Target
@@ -30,11 +32,12 @@ def write_feature_cache(
     *,
     tokens_per_batch: int = 2048,
     bucket: int = 64,
+    max_minutes: float | None = None,
 ) -> None:
     """Write tapped states and last hidden states of every row, without padding waste.
 
-    Rows are run in order of length, so that a batch pads to a multiple of `bucket` only. A killed job resumes with the
-    rows that are not on disk yet.
+    Rows of similar length share a batch, which pads to a multiple of `bucket` only; the batches run in hashed order, so
+    that a cache cut short by `max_minutes` is a fair sample. A killed job resumes with the rows that are not on disk yet.
 
     Args:
         target: the frozen target; its dtype is the type of the forward pass.
@@ -43,6 +46,7 @@ def write_feature_cache(
         tap_ids: tapped layers.
         tokens_per_batch: rows are grouped until they fill this many tokens.
         bucket: batch lengths are multiples of this.
+        max_minutes: finish the cache with the rows written by then; None writes them all.
     """
     check_tap_ids(target.config, tap_ids)
     forward = jax.jit(functools.partial(forward_rows, target.config, tap_ids=tap_ids, dtype=target.dtype))
@@ -60,10 +64,12 @@ def write_feature_cache(
 
     metadata = {"target": target.name, "compute_dtype": jnp.dtype(target.dtype).name, "corpus": corpus.fingerprint}
     width = target.config.hidden_size
-    order = np.argsort(corpus.lengths, kind="stable")
+    deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     with TargetCacheWriter(path, target_layer_ids=tap_ids, hidden_size=width, metadata=metadata) as writer:
-        todo = order[writer.num_samples :]
-        chunks = _length_chunks(todo, corpus.lengths, tokens_per_batch, bucket)
+        missing = np.flatnonzero(~np.isin(corpus.source_index, writer.sample_ids))
+        todo = missing[np.argsort(corpus.lengths[missing], kind="stable")]
+        chunks = list(_length_chunks(todo, corpus.lengths, tokens_per_batch, bucket))
+        chunks = [chunks[i] for i in hash_order(len(chunks), 0)]
         with (
             Progress("target features", total=int(corpus.lengths[todo].sum()), unit="tok") as progress,
             # Two forwards in flight: much of one is single-threaded on CPUs, and on accelerators one hides the writing.
@@ -75,6 +81,8 @@ def write_feature_cache(
                     n = len(ids)
                     writer.append(int(corpus.source_index[row]), ids, None, mask, taps[i, :n], hidden[i, :n])
                 progress.update(int(corpus.lengths[chunk].sum()))
+                if deadline is not None and time.monotonic() > deadline:
+                    break
 
 
 def _length_chunks(

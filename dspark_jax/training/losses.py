@@ -128,7 +128,9 @@ def block_loss(
     logits, bce = outputs.confidence_logits, jnp.zeros_like(weights)
     if config.confidence:
         if logits is None or slots.tv is None:
-            raise ValueError("confidence loss is on, but the drafter has no confidence head or there is no target_hidden")
+            raise ValueError(
+                "confidence loss is on, but the drafter has no confidence head or there is no target_hidden"
+            )
         # Dummy slots may hold anything; `where` keeps them out of value and gradient alike.
         bce = optax.sigmoid_binary_cross_entropy(jnp.where(labels.valid, logits, 0), accept)
         loss = loss + config.confidence * jnp.sum(scaled * bce)

@@ -196,4 +196,9 @@ def _chunk_losses(soft_cap, hidden, markov, table, head, target, labels, weights
         gradient = gradient + w[..., None] * (draft - hit)
     correct = (jnp.argmax(logits, axis=-1) == best).astype(jnp.float32)
     dbase = gradient if soft_cap is None else gradient * (1 - (base / soft_cap) ** 2)
-    return loss, SlotLosses(nll=nll, tv=tv, soft_nll=soft_nll, correct=correct), dbase, None if markov is None else gradient
+    return (
+        loss,
+        SlotLosses(nll=nll, tv=tv, soft_nll=soft_nll, correct=correct),
+        dbase,
+        None if markov is None else gradient,
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from goldens import golden_cases
 
 from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json
 from dspark_jax.nn.attention import make_plan
 from dspark_jax.target.loading import build_params
 from dspark_jax.target.transformer import create_caches, forward_ragged, forward_rows
 from dspark_jax.types import RaggedTokens
-from goldens import golden_cases
 
 # Families that come later: loading them must be refused by name, not half done.
 LATER = ("target_gemma3", "target_gemma4", "target_gemma4_moe", "target_gemma4_ple", "target_qwen3_moe")
