@@ -1,4 +1,4 @@
-"""Ladders of static sizes: every dynamic size is padded to a rung, so that the number of compiled programs is bounded."""
+"""Ladders of static sizes: a dynamic size is padded to a rung, so that the number of compiled programs is bounded."""
 
 from __future__ import annotations
 

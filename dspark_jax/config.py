@@ -108,8 +108,8 @@ class DrafterConfig:
         for layer in self.target_layer_ids:
             if layer == self.target_layers - 1:
                 raise ValueError(
-                    f"target_layer_ids taps layer {layer}, the target's last: its stored value is ambiguous between raw "
-                    f"and normed; tap one of -1..{self.target_layers - 2}"
+                    f"target_layer_ids taps layer {layer}, the target's last: its stored value is ambiguous between "
+                    f"raw and normed; tap one of -1..{self.target_layers - 2}"
                 )
             if not -1 <= layer < self.target_layers:
                 raise ValueError(
@@ -117,7 +117,8 @@ class DrafterConfig:
                 )
         if self.kind == "eagle3" and self.decoder.num_layers != 1:
             raise ValueError(
-                f"EAGLE-3 has exactly one layer (its cache update is only correct for one), found {self.decoder.num_layers}"
+                f"EAGLE-3 has exactly one layer (its cache update is correct for one only), found "
+                f"{self.decoder.num_layers}"
             )
         if self.kind == "dspark":
             if self.mask_token_id is None:

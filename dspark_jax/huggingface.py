@@ -168,8 +168,8 @@ def resolve_folder(name_or_path: str, patterns: Iterable[str]) -> Path:
         return Path(snapshot_download(name_or_path, allow_patterns=list(patterns)))
     except Exception as error:
         raise FileNotFoundError(
-            f"could not get {name_or_path!r} from the Hugging Face hub ({type(error).__name__}: {error}). Check the name and "
-            "the network, set HF_TOKEN for gated models, or pass the path of a local folder"
+            f"could not get {name_or_path!r} from the Hugging Face hub ({type(error).__name__}: {error}). Check the "
+            "name and the network, set HF_TOKEN for gated models, or pass the path of a local folder"
         ) from error
 
 

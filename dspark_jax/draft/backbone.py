@@ -26,6 +26,7 @@ class ParallelDrafter(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         c = self.config
         self.fc = Linear(c.decoder.hidden_size, dtype=self.dtype, stddev=c.decoder.initializer_range)
         self.hidden_norm = RMSNorm(c.decoder.rms_norm_eps, self.dtype)
@@ -126,22 +127,21 @@ def training_attend(
         if spec.window is not None:
             step = jnp.arange(block_size)
             own = step[None, :] > step[:, None] - spec.window
-        return _two_part_attention(q, k, v, *cache, mask, own, spec.scale), cache
+        return _two_part_attention(q, (k, v), cache, mask, own, spec.scale), cache
 
     return attend
 
 
 def _two_part_attention(
     q: Float[Array, "B A G N H"],
-    k: Float[Array, "B A G K H"],
-    v: Float[Array, "B A G K H"],
-    context_k: Float[Array, "B L K H"],
-    context_v: Float[Array, "B L K H"],
+    block: tuple[Float[Array, "B A G K H"], Float[Array, "B A G K H"]],
+    context: tuple[Float[Array, "B L K H"], Float[Array, "B L K H"]],
     context_visible: Bool[Array, "B A #G L"],
     own_visible: Bool[Array, "G G"],
     scale: float,
 ) -> Float[Array, "B A G N H"]:
     rows, anchors, size, heads, width = q.shape
+    (k, v), (context_k, context_v) = block, context
     kv_heads, length = k.shape[-2], context_k.shape[1]
     group = heads // kv_heads
     # [B, K, n, A, G, H]: heads first, so that both products are plain batched matrix products.

@@ -33,7 +33,7 @@ class DrafterFunctions(Protocol):
 
     def extend(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         state: State,
         plan: RaggedPlan,
@@ -58,7 +58,7 @@ class DrafterFunctions(Protocol):
 
     def propose(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         state: State,
         anchors: Int[Array, "S"],
@@ -101,7 +101,7 @@ class Drafter:
 
 
 def chooser(sampling: Sampling, keys: jax.Array, positions: Int[Array, "S"]):
-    """Return `choose(logits [S, V], k) -> (tokens [S], probs [S, V] | None)` for slot k of blocks anchored at `positions`.
+    """Return `choose(logits [S, V], k) -> (tokens [S], probs [S, V] | None)` for slot k of blocks at `positions`.
 
     In greedy mode tokens are deterministic and no distribution over the vocabulary is built.
     """

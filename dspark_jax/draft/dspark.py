@@ -14,6 +14,7 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.backbone import ParallelDrafter, training_attend
 from dspark_jax.draft.contract import chooser
 from dspark_jax.draft.heads import sample_block
+from dspark_jax.nn import run
 from dspark_jax.nn.attention import KVCache, RaggedPlan, cache_attend, make_plan
 from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetFeatures, TargetTables
 
@@ -63,6 +64,12 @@ class DSparkFunctions:
         return False
 
     @property
+    def mask_token_id(self) -> int:
+        """Fills the block after its anchor."""
+        assert self.config.mask_token_id is not None  # the config refuses a parallel drafter without one
+        return self.config.mask_token_id
+
+    @property
     def module(self) -> ParallelDrafter:
         """The Linen module."""
         return ParallelDrafter(self.config, self.dtype)
@@ -77,7 +84,7 @@ class DSparkFunctions:
 
     def extend(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         state: DSparkState,
         plan: RaggedPlan,
@@ -88,14 +95,14 @@ class DSparkFunctions:
         """Write the rows' context keys and values; see the contract."""
         del tables, next_tokens, lengths  # rows past the committed length are overwritten before they become visible
         slots, positions = plan.batch.slots, plan.batch.positions
-        pairs = self.module.apply({"params": params}, features.taps, positions, method="context")
+        pairs = run(self.module, params, features.taps, positions, method="context")
         return DSparkState(
             tuple(cache.write(slots, positions, k, v) for cache, (k, v) in zip(state.caches, pairs, strict=True))
         )
 
     def propose(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         state: DSparkState,
         anchors: Int[Array, "S"],
@@ -108,7 +115,7 @@ class DSparkFunctions:
         """Draft a block: backbone and base logits for all slots at once, then the sequential head's scan."""
         slots = anchors.shape[0]
         steps = jnp.arange(block_size, dtype=jnp.int32)
-        inputs = jnp.where(steps[None, :] == 0, anchors[:, None], self.config.mask_token_id)
+        inputs = jnp.where(steps[None, :] == 0, anchors[:, None], self.mask_token_id)
         batch = RaggedTokens(
             tokens=inputs.reshape(-1),
             slots=jnp.repeat(jnp.where(active, jnp.arange(slots), slots), block_size),
@@ -117,8 +124,9 @@ class DSparkFunctions:
         # The block's keys go into the cache at their own positions: context before the anchor and the whole block
         # become visible as one range, and the next `extend` overwrites them.
         plan = make_plan(batch, slots, block_size, visible=jnp.repeat(lengths + block_size, block_size))
-        hidden, caches = self.module.apply(
-            {"params": params},
+        hidden, caches = run(
+            self.module,
+            params,
             tables.embed_tokens(batch.tokens, self.dtype),
             batch.positions,
             cache_attend(plan),
@@ -137,7 +145,7 @@ class DSparkFunctions:
         )
         confidence = None
         if self.config.confidence_head:
-            confidence = self.module.apply({"params": params}, hidden, previous, method="confidence")
+            confidence = run(self.module, params, hidden, previous, method="confidence")
         num_valid = jnp.full((slots,), block_size, jnp.int32)
         return DSparkState(tuple(caches)), Proposal(tokens, probs, confidence, num_valid)
 
@@ -152,7 +160,7 @@ class DSparkFunctions:
 
     def train_blocks(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         taps: Float[Array, "B L FD"],
         tokens: Int[Array, "B L"],
@@ -176,20 +184,21 @@ class DSparkFunctions:
         size = self.config.block_size
         anchor_tokens = at(tokens)
         steps = jnp.arange(size, dtype=jnp.int32)
-        inputs = jnp.where(steps == 0, anchor_tokens[..., None], self.config.mask_token_id)
-        module, variables = self.module, {"params": params}
-        hidden, _ = module.apply(
-            variables,
+        inputs = jnp.where(steps == 0, anchor_tokens[..., None], self.mask_token_id)
+        module = self.module
+        hidden, _ = run(
+            module,
+            params,
             tables.embed_tokens(inputs, self.dtype),
             at(positions)[..., None] + steps,
             training_attend(anchors, keep, positions, segments, size),
-            module.apply(variables, taps, positions, method="context"),
+            run(module, params, taps, positions, method="context"),
             method="blocks",
         )
         previous = jnp.concatenate([anchor_tokens[..., None], labels[..., :-1]], axis=-1)
         markov = confidence = None
         if self.config.markov_rank:
-            markov = module.apply(variables, previous, hidden, method="markov_inputs")
+            markov = run(module, params, previous, hidden, method="markov_inputs")
         if self.config.confidence_head:
-            confidence = module.apply(variables, hidden, previous, method="confidence")
+            confidence = run(module, params, hidden, previous, method="confidence")
         return BlockOutputs(hidden, markov, confidence)

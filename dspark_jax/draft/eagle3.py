@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.draft.contract import chooser
+from dspark_jax.nn import run
 from dspark_jax.nn.attention import (
     Attend,
     AttentionSpec,
@@ -35,6 +36,7 @@ class Eagle3Layer(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         c = self.config
         self.input_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
         self.hidden_norm = RMSNorm(c.rms_norm_eps, self.dtype)
@@ -43,6 +45,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = Mlp(c, self.dtype)
 
     def __call__(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
+        """Run the layer; returns the new state and the cache."""
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(g)], axis=-1)
         out, cache = self.self_attn(x, positions, attend, cache)
         g = g + out
@@ -56,6 +59,7 @@ class Eagle3Module(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         c = self.config.decoder
         self.fc = Linear(c.hidden_size, dtype=self.dtype, stddev=c.initializer_range)
         self.layers = [Eagle3Layer(c, self.dtype)]
@@ -124,7 +128,7 @@ class Eagle3Functions:
 
     def extend(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         state: Eagle3State,
         plan: RaggedPlan,
@@ -134,10 +138,10 @@ class Eagle3Functions:
     ) -> Eagle3State:
         """Run the layer over (feature i, token i+1) of the rows and keep the last committed row's state."""
         batch, slots = plan.batch, state.hidden.shape[0]
-        variables = {"params": params}
-        g = self.module.apply(variables, features.taps, method="fuse")
-        hidden, cache = self.module.apply(
-            variables,
+        g = run(self.module, params, features.taps, method="fuse")
+        hidden, cache = run(
+            self.module,
+            params,
             tables.embed_tokens(next_tokens, self.dtype),
             g,
             batch.positions,
@@ -151,7 +155,7 @@ class Eagle3Functions:
 
     def propose(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         state: Eagle3State,
         anchors: Int[Array, "S"],
@@ -161,14 +165,13 @@ class Eagle3Functions:
         sampling: Sampling,
         block_size: int,
     ) -> tuple[Eagle3State, Proposal]:
-        """Draft autoregressively: token k comes from the state of step k-1, which then runs as row `lengths - 1 + k`."""
+        """Draft autoregressively: token k comes from step k-1's state and then runs as row `lengths - 1 + k`."""
         slots = anchors.shape[0]
         choose = chooser(sampling, keys, lengths)
         slot_ids = jnp.where(active, jnp.arange(slots), slots)
-        variables = {"params": params}
 
         def draft(hidden, k):
-            normed = self.module.apply(variables, hidden, method="head")
+            normed = run(self.module, params, hidden, method="head")
             return choose(tables.logits(normed, self.dtype), k)
 
         def body(carry, k):
@@ -176,8 +179,8 @@ class Eagle3Functions:
             positions = lengths - 1 + k
             plan = make_plan(RaggedTokens(token, slot_ids, positions), slots, 1)
             embedded = tables.embed_tokens(token, self.dtype)
-            hidden, cache = self.module.apply(
-                variables, embedded, hidden, positions, cache_attend(plan), cache, method="step"
+            hidden, cache = run(
+                self.module, params, embedded, hidden, positions, cache_attend(plan), cache, method="step"
             )
             token, probs = draft(hidden, k)
             return (hidden, cache, token), (token, probs)
@@ -202,7 +205,7 @@ class Eagle3Functions:
 
     def train_states(
         self,
-        params: Params,
+        params: Params | None,
         tables: TargetTables,
         taps: Float[Array, "B L FD"],
         tokens: Int[Array, "B L"],
@@ -214,19 +217,14 @@ class Eagle3Functions:
         Step t reads tokens shifted t+1 to the left and the state of step t-1, rotates at i+t, and sees the step-0 keys
         causally plus its own diagonal of each later step's keys.
         """
-        module, variables = self.module, {"params": params}
-        g = module.apply(variables, taps, method="fuse")
-        out, later = [], ()
-        first: tuple[Array, Array] | None = None
+        g = run(self.module, params, taps, method="fuse")
+        out, keys = [], (None, ())
         for t in range(self.config.block_size):
             shifted = shift_left(tokens, segments, t + 1)
             attend = _test_time_attend(positions, segments, t)
-            cache = (first, later)
-            g, cache = module.apply(
-                variables, tables.embed_tokens(shifted, self.dtype), g, positions + t, attend, cache, method="step"
-            )
-            first, later = cache
-            out.append(module.apply(variables, g, method="head"))
+            embedded = tables.embed_tokens(shifted, self.dtype)
+            g, keys = run(self.module, params, embedded, g, positions + t, attend, keys, method="step")
+            out.append(run(self.module, params, g, method="head"))
         return jnp.stack(out, axis=2)
 
 
@@ -255,15 +253,14 @@ def _test_time_attend(positions: Int[Array, "B L"], segments: Int[Array, "B L"],
         # Rows within `step` of their segment's end would predict past it: they see nothing.
         alive = shift_left(segments, segments, step) > 0
         mask = causal_mask(positions, segments, spec.window) & alive[:, :, None]
-        return _diagonal_attention(q, *first, later, mask, alive, spec.scale), (first, later)
+        return _diagonal_attention(q, first, later, mask, alive, spec.scale), (first, later)
 
     return attend
 
 
 def _diagonal_attention(
     q: Float[Array, "B L N H"],
-    k: Float[Array, "B L K H"],
-    v: Float[Array, "B L K H"],
+    first: tuple[Float[Array, "B L K H"], Float[Array, "B L K H"]],
     later: tuple[tuple[Array, Array], ...],
     mask: Bool[Array, "B L L"],
     alive: Bool[Array, "B L"],
@@ -271,6 +268,7 @@ def _diagonal_attention(
 ) -> Float[Array, "B L N H"]:
     """Softmax over the masked step-0 keys and one key of each later step (the query's own position)."""
     rows, length, heads, width = q.shape
+    k, v = first
     kv_heads = k.shape[2]
     group = heads // kv_heads
     grouped = q.reshape(rows, length, kv_heads, group, width).transpose(0, 2, 3, 1, 4)

@@ -15,6 +15,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DrafterConfig
+from dspark_jax.nn import run
 from dspark_jax.nn.linear import Linear, product
 from dspark_jax.types import Params
 
@@ -28,6 +29,7 @@ class Table(nn.Module):
 
     @nn.compact
     def __call__(self) -> Float[Array, "V R"]:
+        """Return the table."""
         init = nn.initializers.zeros if self.zero_init else nn.initializers.normal(0.02)
         return self.param("weight", init, (self.rows, self.width), jnp.float32)
 
@@ -39,6 +41,7 @@ class MarkovHead(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         vocab, rank = self.config.decoder.vocab_size, self.config.markov_rank
         self.markov_w1 = Table(vocab, rank)
         self.markov_w2 = Table(vocab, rank, zero_init=True)
@@ -89,10 +92,12 @@ class ConfidenceHead(nn.Module):
     config: DrafterConfig
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         # Its single output is computed in float32: calibration reads small differences of it.
         self.proj = Linear(1, use_bias=True, dtype=jnp.float32)
 
     def __call__(self, hidden: Float[Array, "... D"], table_row: Float[Array, "... R"] | None) -> Float[Array, "..."]:
+        """Return the confidence logit of every slot."""
         parts = [hidden] if table_row is None else [hidden, table_row]
         return self.proj(jnp.concatenate([p.astype(jnp.float32) for p in parts], axis=-1))[..., 0]
 
@@ -103,14 +108,14 @@ Choose = Callable[[Float[Array, "S V"], Int[Array, ""]], tuple[Int[Array, "S"], 
 
 def sample_block(
     config: DrafterConfig,
-    params: Params,
+    params: Params | None,
     base_logits: Float[Array, "S G V"],
     hidden: Float[Array, "S G D"],
     anchors: Int[Array, "S"],
     choose: Choose,
     dtype: Any = jnp.float32,
 ) -> tuple[Int[Array, "S G"], Int[Array, "S G"], Float[Array, "S G V"] | None]:
-    """Sample a block left to right: `x_k ~ softmax(U_k + B_k(x_{k-1}))` with `x_0` the anchor (DSpark's semi-autoregression).
+    """Sample a block left to right: `x_k ~ softmax(U_k + B_k(x_{k-1}))`, with `x_0` the anchor.
 
     A `jax.lax.scan` over the block that carries the previous token (and the RNN state); everything heavy, the backbone
     and the base logits, has been computed for all slots at once before it.
@@ -132,13 +137,14 @@ def sample_block(
     if not config.markov_rank:
         tokens, probs = jax.vmap(choose, in_axes=(1, 0), out_axes=1)(base_logits, steps)
         return tokens, jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1), probs
+    assert params is not None
     head, weights = MarkovHead(config, dtype), params["markov_head"]
     table = weights["markov_w2"]["weight"]
 
     def body(carry, slot):
         previous, state = carry
         logits, h, k = slot
-        m, state = head.apply({"params": weights}, previous, h, state, method="step")
+        m, state = run(head, weights, previous, h, state, method="step")
         tokens, probs = choose(logits + product(m, table, dtype).astype(jnp.float32), k)
         return (tokens, state), (tokens, previous, probs)
 

@@ -1,4 +1,4 @@
-"""Load and save drafters in the DeepSpec layout (SPEC §10): `config.json` and safetensors, names and values bit for bit."""
+"""Load and save drafters in the DeepSpec layout: `config.json` and safetensors, names and values bit for bit."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
             f"{where}: sample_from_anchor is false (predictions from slot 1): another block layout, not supported"
         )
     decoder = decoder_config(config, where)
-    common = {
+    common: dict[str, Any] = {
         "decoder": decoder,
         "target_layers": int(_required(config, "num_target_layers", where)),
         "target_layer_ids": tuple(int(i) for i in _required(config, "target_layer_ids", where)),
@@ -253,8 +253,8 @@ def _check_target(config: DrafterConfig, target: Any, folder: Path) -> None:
     rows = target.tables.embed.shape[0]
     if found.vocab_size < rows:
         raise ValueError(
-            f"{folder}: the drafter's vocabulary has {found.vocab_size} tokens, the target's {rows}; a reduced vocabulary "
-            "needs a d2t map, and this checkpoint has none"
+            f"{folder}: the drafter's vocabulary has {found.vocab_size} tokens, the target's {rows}; a reduced "
+            "vocabulary needs a d2t map, and this checkpoint has none"
         )
     if config.mask_token_id is not None and config.mask_token_id >= rows:
         raise ValueError(

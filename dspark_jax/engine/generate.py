@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,8 @@ def generate(
         One `Generation` a prompt, in order.
 
     Raises:
-        ValueError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room in the context, or a
-            setting out of range; the message names the prompt.
+        ValueError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room in the context, or
+            a setting out of range; the message names the prompt.
     """
     ids = [_token_ids(target, prompt, i) for i, prompt in enumerate(prompts)]
     budgets = [_whole("max_new_tokens", x, 0) for x in _each("max_new_tokens", max_new_tokens, len(ids))]
@@ -251,10 +251,10 @@ def _token_ids(target: Target, prompt: Prompt, index: int) -> list[int]:
     if len(prompt) and isinstance(prompt[0], Mapping):
         if target.tokenizer is None:
             raise ValueError(f"prompt {index} holds chat messages, but target {target.name!r} came without a tokenizer")
-        text = render_prompt(target.tokenizer, prompt)
+        text = render_prompt(target.tokenizer, cast(Sequence[Mapping[str, Any]], prompt))
         ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
     else:
-        ids = [int(t) for t in prompt]
+        ids = [int(t) for t in cast(Sequence[int], prompt)]
     rows = target.tables.embed.shape[0]
     if not ids:
         raise ValueError(f"prompt {index} is empty: give at least one token")
@@ -264,8 +264,8 @@ def _token_ids(target: Target, prompt: Prompt, index: int) -> list[int]:
         )
     if len(ids) >= target.config.max_position:
         raise ValueError(
-            f"prompt {index} has {len(ids)} tokens; the target's context of {target.config.max_position} leaves no room for an "
-            "answer: shorten it"
+            f"prompt {index} has {len(ids)} tokens; the target's context of {target.config.max_position} leaves no room "
+            "for an answer: shorten it"
         )
     return ids
 

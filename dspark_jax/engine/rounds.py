@@ -214,7 +214,7 @@ class Rounds:
         if proposal.confidence_logits is not None:
             keep = jnp.minimum(keep, confidence_cut(proposal.confidence_logits, requests.threshold))
         keep = jnp.where(state.done, 0, keep).astype(jnp.int32)
-        return state.replace(draft=draft), proposal, keep
+        return dataclasses.replace(state, draft=draft), proposal, keep
 
     def verify(
         self,

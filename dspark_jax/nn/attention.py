@@ -55,8 +55,8 @@ def masked_attention(
     lead, (queries, heads, width) = q.shape[:-3], q.shape[-3:]
     keys, kv_heads = k.shape[-3:-1]
     batch = math.prod(lead) * kv_heads
-    # Heads before positions and one flat batch axis: plain [Q*N/K, H] x [H, M] products, three times faster on CPUs than
-    # leaving the layout to the compiler.
+    # Heads before positions and one flat batch axis: plain [Q*N/K, H] x [H, M] products, three times faster on CPUs
+    # than leaving the layout to the compiler.
     grouped = q.reshape(*lead, queries, kv_heads, heads // kv_heads, width)
     grouped = jnp.moveaxis(grouped, -4, -2).reshape(batch, heads // kv_heads * queries, width)
     k = jnp.moveaxis(k, -3, -2).reshape(batch, keys, width)
@@ -74,7 +74,7 @@ def masked_attention(
 def masked_exponentials(
     scores: Float[Array, "*lead M"], mask: Bool[Array, "*#lead #M"]
 ) -> tuple[Float[Array, "*lead M"], Float[Array, "*lead 1"]]:
-    """Softmax before its division: stabilised exponentials and their sum; zeros and a tiny sum where nothing is visible."""
+    """Softmax before its division: stabilised exponentials and their sum (zeros and tiny where nothing is visible)."""
     scores = jnp.where(mask, scores, -1e30)
     peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e29)
     weights = jnp.exp(scores - jax.lax.stop_gradient(peak))

@@ -26,6 +26,7 @@ class Attention(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         c = self.config
         bias, std = c.attention_bias, c.initializer_range
         self.q_proj = Linear(c.num_heads * c.head_dim, bias, self.dtype, std)
@@ -69,6 +70,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Return `down(silu(gate(x)) * up(x))`."""
         c = self.config
         gate = Linear(c.intermediate_size, c.mlp_bias, self.dtype, c.initializer_range, name="gate_proj")(x)
         up = Linear(c.intermediate_size, c.mlp_bias, self.dtype, c.initializer_range, name="up_proj")(x)
@@ -84,6 +86,7 @@ class DecoderLayer(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self) -> None:
+        """Declare sublayers and parameters."""
         c = self.config
         self.input_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
         self.self_attn = Attention(c, self.layer, self.dtype)

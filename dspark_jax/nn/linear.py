@@ -15,7 +15,7 @@ def product(x: Float[Array, "... I"], weight: Float[Array, "O I"], dtype: Any) -
 
     Args:
         x: inputs, any leading axes.
-        weight: `[out, in]`, the checkpoint layout; it also reads rows in order, which is what a one-token step is bound by.
+        weight: `[out, in]`, the checkpoint layout.
         dtype: type of the operands; the result has it too, the weight's gradient is in the weight's own type.
     """
     if dtype == jnp.float32:
@@ -58,6 +58,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """Return `x @ weight.T + bias`."""
         init = nn.initializers.zeros if self.zero_init else nn.initializers.normal(self.stddev)
         out = product(x, self.param("weight", init, (self.features, x.shape[-1]), jnp.float32), self.dtype)
         if self.use_bias:
@@ -73,6 +74,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Return the normed input."""
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)

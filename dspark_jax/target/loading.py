@@ -67,7 +67,8 @@ def load_target(name_or_path: str, *, dtype: Any = jnp.float32) -> Target:
         source = resolve_folder(name_or_path, _HUB_FILES)
     if source.suffix == ".gguf":
         config, tensors = read_gguf(source)
-        tokenizer, generation = load_tokenizer(source), None
+        tokenizer: Any = load_tokenizer(source)
+        generation = None
     else:
         config = decoder_config(read_json(source / "config.json"), str(source / "config.json"))
         folder = SafetensorsFolder(source)

@@ -9,6 +9,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DecoderConfig
+from dspark_jax.nn import run
 from dspark_jax.nn.attention import Attend, KVCache, RaggedPlan, cache_attend, rows_attend
 from dspark_jax.nn.decoder import DecoderLayer
 from dspark_jax.nn.linear import RMSNorm
@@ -64,8 +65,8 @@ def check_tap_ids(config: DecoderConfig, tap_ids: tuple[int, ...]) -> None:
     for i in tap_ids:
         if not -1 <= i < config.num_layers - 1:
             raise ValueError(
-                f"cannot tap layer {i} of a target with {config.num_layers} layers: allowed are -1 (embedding output) to "
-                f"{config.num_layers - 2}; the last layer's stored value is ambiguous between raw and normed"
+                f"cannot tap layer {i} of a target with {config.num_layers} layers: allowed are -1 (embedding output) "
+                f"to {config.num_layers - 2}; the last layer's stored value is ambiguous between raw and normed"
             )
 
 
@@ -94,8 +95,9 @@ def forward_rows(
     Returns:
         Taps `[B, L, F*D]` and last hidden `[B, L, D]`.
     """
-    features, _ = Transformer(config, dtype).apply(
-        {"params": params},
+    features, _ = run(
+        Transformer(config, dtype),
+        params,
         tables.embed_tokens(tokens, dtype),
         positions,
         rows_attend(positions, segments),
@@ -120,8 +122,9 @@ def forward_ragged(
         Features with one row a token (`[T, F*D]`, `[T, D]`) and the caches with the batch's rows written.
     """
     batch = plan.batch
-    return Transformer(config, dtype).apply(
-        {"params": params},
+    return run(
+        Transformer(config, dtype),
+        params,
         tables.embed_tokens(batch.tokens, dtype),
         batch.positions,
         cache_attend(plan),

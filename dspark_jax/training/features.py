@@ -37,7 +37,7 @@ def write_feature_cache(
     """Write tapped states and last hidden states of every row, without padding waste.
 
     Rows of similar length share a batch, which pads to a multiple of `bucket` only; the batches run in hashed order, so
-    that a cache cut short by `max_minutes` is a fair sample. A killed job resumes with the rows that are not on disk yet.
+    that a cache cut short by `max_minutes` is a fair sample. A killed job resumes with the rows that are still missing.
 
     Args:
         target: the frozen target; its dtype is the type of the forward pass.

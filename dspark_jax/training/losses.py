@@ -211,6 +211,7 @@ def eagle3_loss(
         dtype=dtype,
     )
     block = BlockLabels(index=labels, tokens=labels, valid=valid)
+    assert slots.tv is not None and slots.soft_nll is not None  # both are there with a target and the soft term on
     accept = jnp.clip(1 - slots.tv / 2, 0, 1)
     terms = _terms(slots._replace(nll=slots.soft_nll), accept, jnp.zeros_like(weights), None, weights, block)
     return loss, terms

@@ -108,8 +108,8 @@ def vocab_loss(
     target = None if target_hidden is None else jax.lax.stop_gradient(target_hidden.astype(dtype))
     head = jax.lax.stop_gradient(tables.head.astype(dtype))
     inputs = jax.tree.map(split, (target, labels, weights))
-    hidden, markov = split(hidden.astype(dtype)), split(None if markov is None else markov.astype(dtype))
-    loss, slots = _scan_loss(tables.soft_cap, hidden, markov, w2, head, inputs)
+    states, biases = split(hidden.astype(dtype)), split(None if markov is None else markov.astype(dtype))
+    loss, slots = _scan_loss(tables.soft_cap, states, biases, w2, head, inputs)
     return loss, jax.tree.map(join, slots)
 
 
@@ -154,7 +154,7 @@ _scan_loss.defvjp(_scan_forward, _scan_backward)
 
 
 def _chunk_losses(soft_cap, hidden, markov, table, head, target, labels, weights):
-    """Losses of a chunk and their gradient with respect to base logits and to the bias (they differ by the soft-cap)."""
+    """Losses of a chunk, and their gradients by base logits and by bias (the soft-cap makes them differ)."""
     base = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         base = soft_cap * jnp.tanh(base / soft_cap)

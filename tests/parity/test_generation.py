@@ -112,7 +112,7 @@ def test_inference_rounds_of_eagle3(folder):
     features = jnp.asarray(inputs["target_features"][0], jnp.float32)
     ids = jnp.asarray(inputs["committed_ids"][0], jnp.int32)
     greedy = make_sampling(1, vocab_size=199, temperature=0.0)
-    state, done = functions.init(1, 64), 0
+    state = functions.init(1, 64)
     ends = [int(inputs["r0/start"])]
     for r in range(3):
         ends.append(ends[-1] + inputs[f"r{r}/committed_tokens"].shape[1])
@@ -168,7 +168,7 @@ def release_run(run):
 
 @pytest.mark.parametrize("folder", BLOCK + EAGLE, ids=lambda p: p.name)
 def test_speculative_generation(folder):
-    """Every run of the release: tokens exactly, accepted and proposed lengths round by round, equal to plain decoding."""
+    """Every run of the release: tokens exactly, accepted lengths round by round, and equal to plain decoding."""
     runs = json.loads((folder / "specgen.json").read_text())
     target, drafter = load(folder)
     groups: dict[tuple, list] = {}
