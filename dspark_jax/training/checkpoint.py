@@ -19,6 +19,7 @@ from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.draft.loading import save_drafter
 from dspark_jax.training.step import TrainState
+from dspark_jax.types import Params
 
 # Settings that may change between resumes: they decide when a run stops and what it says, not what it computes.
 FREE_SETTINGS = frozenset(
@@ -63,12 +64,13 @@ class Checkpoints:
         """Step of the newest checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, progress: dict[str, Any]) -> None:
+    def save(self, state: TrainState, progress: dict[str, Any], params: Params) -> None:
         """Save the state and the run's progress, and export the drafter beside them.
 
         Args:
             state: what the last step returned; it may be donated to the next step as soon as this returns.
             progress: plain values: next batch, data fingerprint, seconds, counters.
+            params: the drafter's parameters, whole on every process, for the export.
 
         Raises:
             Exception: whatever an earlier save in the background failed with.
@@ -82,7 +84,7 @@ class Checkpoints:
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(content))
         )
         if jax.process_index() == 0:
-            self._export(step, state)
+            self._export(step, params)
 
     def restore(self, abstract: TrainState, data_fingerprint: str) -> tuple[TrainState, dict[str, Any]]:
         """Load the newest checkpoint into its shards.
@@ -116,9 +118,9 @@ class Checkpoints:
         self._manager.check_for_errors()
         self._manager.close()
 
-    def _export(self, step: int, state: TrainState) -> None:
+    def _export(self, step: int, params: Params) -> None:
         name = f"{self._functions.config.name} at step {step}"
-        drafter = Drafter(name, self._functions.config, jax.device_get(state.params), self._functions)
+        drafter = Drafter(name, self._functions.config, params, self._functions)
         save_drafter(drafter, self._exports / f"{step:06d}", extra={"training": {"step": step, **self._config}})
         kept = {f"{x:06d}" for x in (*self._manager.all_steps(), step)}
         for folder in self._exports.iterdir():

@@ -90,6 +90,8 @@ class TrainConfig:
         seed: names parameters, data order and anchors.
         dtype: of products and activations; weights and moments are float32.
         vocab_chunk: anchors (EAGLE-3: positions) of each row whose logits exist at once.
+        vocab_columns: vocabulary columns a training step computes: the frequent tokens, the batch's own and an unbiased
+            sample of the rest; None computes all (the exact loss). Validation is always exact.
         mesh: device mesh.
         checkpoint_every: steps between checkpoints; there is always one at the end.
         keep_checkpoints: older ones are deleted, exports with them.
@@ -120,6 +122,7 @@ class TrainConfig:
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     vocab_chunk: int = 1
+    vocab_columns: int | None = None
     mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
@@ -173,7 +176,7 @@ def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
         num_layers=shape.layers,
         intermediate_size=shape.intermediate_size or target.intermediate_size,
         tie_word_embeddings=False,
-        layer_types=(),
+        layer_types=("full_attention",) * shape.layers,
         sliding_window=None,
     )
     common: dict[str, Any] = {

@@ -138,6 +138,6 @@ class MetricLog:
 
 def _step_of(line: str) -> float:
     try:
-        return int(json.loads(line)["step"])
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError):
         return float("inf")  # a line cut by a crash belongs to a step that is repeated

@@ -23,10 +23,11 @@ from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.progress import Progress
-from dspark_jax.sharding import activation_sharding, create_mesh, row_shards, tree_shardings
+from dspark_jax.sharding import activation_sharding, create_mesh, gather, row_shards, tree_shardings
 from dspark_jax.target.loading import Target
 from dspark_jax.target.transformer import check_tap_ids
 from dspark_jax.training.checkpoint import Checkpoints
+from dspark_jax.training.columns import SampledVocabulary, frequent_tokens
 from dspark_jax.training.config import TrainConfig, drafter_config, to_json
 from dspark_jax.training.logs import MetricLog, Window
 from dspark_jax.training.optimizer import create_optimizer, learning_rate, warmup_steps
@@ -135,14 +136,16 @@ def build_sources(
         return train, None
     if not len(held_out):
         raise ValueError(
-            "validate_every is set, but no row (of id divisible by 50) is held out: add data or set it to None"
+            "validate_every is set, but no row id is divisible by 50: add data, or set it to None"
         )
     # Unpacked rows: their number is known, so that small held-out sets still fill a batch.
     rows = min(config.batch_size // config.accumulation, len(held_out))
     return train, source(held_out, rows, False)
 
 
-def create_step(config: TrainConfig, target: Target, steps: int) -> Step:
+def create_step(
+    config: TrainConfig, target: Target, steps: int, sampled: SampledVocabulary | None = None
+) -> Step:
     """Bind the pure step to a configuration."""
     shape = drafter_config(config, target.config)
     check_tap_ids(target.config, shape.target_layer_ids)
@@ -159,7 +162,26 @@ def create_step(config: TrainConfig, target: Target, steps: int) -> Step:
         target=target.config,
         optimizer=create_optimizer(config.optimizer),
         schedule=lambda step: learning_rate(step, peak, warmup, steps),
+        sampled=sampled,
     )
+
+
+def sampled_vocabulary(config: TrainConfig, corpus: TokenizedCorpus) -> SampledVocabulary | None:
+    """The run's sampled vocabulary: room for every token of a batch, the rest for the corpus's frequent ones.
+
+    Raises:
+        ValueError: so few columns that a batch's own tokens might not fit.
+    """
+    if config.vocab_columns is None:
+        return None
+    tokens = config.batch_size * config.sequence_length
+    if config.vocab_columns <= tokens:
+        raise ValueError(
+            f"vocab_columns {config.vocab_columns} must exceed the {tokens} tokens of a batch: raise it or lower "
+            "batch_size"
+        )
+    frequent = frequent_tokens(corpus.tokens[corpus.loss_mask == 1], config.vocab_columns - tokens)
+    return SampledVocabulary(config.vocab_columns, frequent, config.seed)
 
 
 def train(
@@ -210,7 +232,7 @@ class Run:
             raise ValueError(f"{rows} rows an accumulation step do not divide over {shards} shards of the mesh")
         self.source, self.validation = build_sources(config, target, corpus)
         self.total_steps = config.steps or (config.epochs or 0) * self.source.batches_per_epoch
-        self.step = create_step(config, target, self.total_steps)
+        self.step = create_step(config, target, self.total_steps, sampled_vocabulary(config, corpus))
         self.checkpoints = Checkpoints(config.output, self.step.functions, config.keep_checkpoints, to_json(config))
         self.counters, self.window, self.stopwatch = Counters(), Window(), Stopwatch(0.0)
         self.in_flight: deque[StepMetrics] = deque()
@@ -259,9 +281,13 @@ class Run:
         log.close()
         self.checkpoints.close()
         step = int(state.step)
-        functions = self.step.functions
-        drafter = Drafter(str(config.output), functions.config, jax.device_get(state.params), functions)
+        drafter = self.drafter(str(config.output), state)
         return TrainResult(reason=reason, step=step, seconds=self.stopwatch.seconds, drafter=drafter)
+
+    def drafter(self, name: str, state: TrainState) -> Drafter:
+        """The drafter at this state, copied: the next step overwrites the state's buffers."""
+        functions = self.step.functions
+        return Drafter(name, functions.config, gather(self.mesh, state.params), functions)
 
     def initial_state(self) -> tuple[TrainState, int]:
         """Initialise straight into the shards, or restore into them; returns the state and the steps done."""
@@ -332,11 +358,7 @@ class Run:
             log.write("validation", step, {**spent, **values})
             self.console.print(_summary(f"validation at step {step}", values), soft_wrap=True)
         if self.decode_check is not None and self.due(self.config.decode_every, step, last):
-            functions = self.step.functions
-            # A copy: the next step is free to overwrite the state's buffers.
-            params = jax.tree.map(jnp.copy, state.params)
-            drafter = Drafter(f"step {step}", functions.config, params, functions)
-            values = self.decode_check(drafter, self.config.decode_prompts)
+            values = self.decode_check(self.drafter(f"step {step}", state), self.config.decode_prompts)
             log.write("decode", step, {**spent, **values})
             self.console.print(_summary(f"decoding at step {step}", values), soft_wrap=True)
         self.stopwatch.start()
@@ -364,6 +386,7 @@ class Run:
                 "counters": dataclasses.asdict(self.counters),
                 "window": self.window.to_json(),
             },
+            gather(self.mesh, state.params),
         )
         self.stopwatch.start()
 

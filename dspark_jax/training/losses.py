@@ -15,6 +15,7 @@ from dspark_jax.draft.backbone import gather_rows
 from dspark_jax.draft.dspark import BlockOutputs
 from dspark_jax.draft.eagle3 import shift_left
 from dspark_jax.training.anchors import Anchors, BlockLabels, slot_decay
+from dspark_jax.training.columns import Columns
 from dspark_jax.training.vocab_loss import SlotWeights, vocab_loss
 from dspark_jax.types import Params, TargetTables
 
@@ -81,6 +82,7 @@ def block_loss(
     config: LossConfig,
     denominator: Float[Array, ""],
     *,
+    columns: Columns | None = None,
     chunk: int = 8,
     dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, ""], LossTerms]:
@@ -95,6 +97,7 @@ def block_loss(
         labels: what the slots predict.
         config: weights.
         denominator: sum of slot weights over the **global** batch, all devices and accumulation steps.
+        columns: sampled vocabulary; None computes all of it.
         chunk: anchors a step of the vocabulary loss.
         dtype: type of the vocabulary products.
 
@@ -120,6 +123,7 @@ def block_loss(
             cross_entropy=config.ce * scaled if config.ce else None,
             total_variation=config.tv * scaled if config.tv else None,
         ),
+        columns=columns,
         chunk=chunk,
         dtype=dtype,
     )
@@ -171,6 +175,7 @@ def eagle3_loss(
     step_loss_decay: float,
     denominator: Float[Array, ""],
     *,
+    columns: Columns | None = None,
     chunk: int = 64,
     dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, ""], LossTerms]:
@@ -187,6 +192,7 @@ def eagle3_loss(
         loss_mask, segments: of the rows.
         step_loss_decay: factor between steps.
         denominator: B * L of the global batch.
+        columns: sampled vocabulary; None computes all of it.
         chunk: positions a step of the vocabulary loss.
         dtype: type of the vocabulary products.
     """
@@ -207,6 +213,7 @@ def eagle3_loss(
         labels,
         tables,
         SlotWeights(soft_cross_entropy=weights / denominator),
+        columns=columns,
         chunk=chunk,
         dtype=dtype,
     )

@@ -22,6 +22,7 @@ from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.sharding import constrain
 from dspark_jax.target.transformer import forward_rows
 from dspark_jax.training.anchors import Anchors, BlockLabels, block_labels, draw_anchors, row_keys
+from dspark_jax.training.columns import Columns, SampledVocabulary
 from dspark_jax.training.losses import LossConfig, LossTerms, block_loss, eagle3_loss, slot_weights
 from dspark_jax.training.optimizer import apply_update
 from dspark_jax.types import Params, TargetFeatures, TargetTables
@@ -80,6 +81,7 @@ class Objective(Protocol):
         batch: DeviceBatch,
         selection: Any,
         denominator: Float[Array, ""],
+        columns: Columns | None,
     ) -> tuple[Float[Array, ""], LossTerms]:
         """This part's share of the objective, and its sums."""
 
@@ -117,6 +119,7 @@ class BlockObjective:
         batch: DeviceBatch,
         selection: tuple[Anchors, BlockLabels],
         denominator: Float[Array, ""],
+        columns: Columns | None,
     ) -> tuple[Float[Array, ""], LossTerms]:
         """See `block_loss`."""
         anchors, labels = selection
@@ -127,7 +130,7 @@ class BlockObjective:
         )  # fmt: skip
         return block_loss(
             outputs, params, tables, features.last_hidden, anchors, labels, self.config, denominator,
-            chunk=self.chunk, dtype=self.functions.dtype,
+            columns=columns, chunk=self.chunk, dtype=self.functions.dtype,
         )  # fmt: skip
 
 
@@ -156,6 +159,7 @@ class Eagle3Objective:
         batch: DeviceBatch,
         selection: tuple[()],
         denominator: Float[Array, ""],
+        columns: Columns | None,
     ) -> tuple[Float[Array, ""], LossTerms]:
         """See `eagle3_loss`."""
         assert features.taps is not None and features.last_hidden is not None
@@ -170,6 +174,7 @@ class Eagle3Objective:
             batch.segments,
             self.functions.config.step_loss_decay,
             denominator,
+            columns=columns,
             chunk=self.chunk,
             dtype=self.functions.dtype,
         )
@@ -213,6 +218,7 @@ class Step:
         target: shape of the target.
         optimizer: direction of the update.
         schedule: step to learning rate.
+        sampled: sampled vocabulary of the training losses; None computes all of it.
     """
 
     functions: DSparkFunctions | Eagle3Functions
@@ -220,6 +226,7 @@ class Step:
     target: DecoderConfig
     optimizer: optax.GradientTransformation
     schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
+    sampled: SampledVocabulary | None = None
 
     def train(
         self, state: TrainState, batch: DeviceBatch, tables: TargetTables, target_params: Params | None
@@ -244,7 +251,7 @@ class Step:
         tables = self._shared_tables(tables)
         parts, denominator = self._select(batch, jnp.int32(0))
         rows, selection = jax.tree.map(lambda x: x[0], (batch, parts))
-        return self._part_loss(params, rows, selection, tables, target_params, denominator)
+        return self._part_loss(params, rows, selection, tables, target_params, denominator, None)
 
     def _shared_tables(self, tables: TargetTables) -> TargetTables:
         # One low-precision copy of the head, laid out for the vocabulary products, made once before the loops.
@@ -257,20 +264,21 @@ class Step:
         total = jnp.sum(shares)
         return parts, jnp.where(total > 0, total, 1.0)
 
-    def _part_loss(self, params, batch, selection, tables, target_params, denominator):
+    def _part_loss(self, params, batch, selection, tables, target_params, denominator, columns):
         batch = jax.tree.map(lambda x: constrain(x, "rows"), batch)
         features = target_features(
             self.target, target_params, tables, batch, self.functions.tap_ids, self.functions.dtype
         )
-        return self.objective.loss(params, tables, features, batch, selection, denominator)
+        return self.objective.loss(params, tables, features, batch, selection, denominator, columns)
 
     def _gradients(self, params, batch, tables, target_params, step):
         tables = self._shared_tables(tables)
         parts, denominator = self._select(batch, step)
+        columns = None if self.sampled is None else self.sampled.draw(step, batch.tokens, tables.head.shape[0])
 
         def part(selection_and_batch):
             rows, selection = selection_and_batch
-            loss = lambda p: self._part_loss(p, rows, selection, tables, target_params, denominator)  # noqa: E731
+            loss = lambda p: self._part_loss(p, rows, selection, tables, target_params, denominator, columns)  # noqa: E731
             (value, terms), gradients = jax.value_and_grad(loss, has_aux=True)(params)
             return gradients, value, terms
 

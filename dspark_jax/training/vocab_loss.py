@@ -7,7 +7,6 @@ pass only scale them: 3.2 products with the head instead of 5.3 with checkpointi
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.training.columns import Columns
 from dspark_jax.types import TargetTables
 
 
@@ -45,7 +45,7 @@ class SlotLosses(NamedTuple):
         nll: -log p_d(label), nats.
         tv: ||p_d - p_t||_1, in 0..2; None without the target's distribution.
         soft_nll: -sum p_t log p_d, nats; None unless that term is on.
-        correct: argmax p_d equals argmax p_t (equals the label without the target's distribution).
+        correct: 1 where the draft's most likely token is the target's (the label, without the target's distribution).
     """
 
     nll: Float[Array, "B A G"]
@@ -63,6 +63,7 @@ def vocab_loss(
     tables: TargetTables,
     weights: SlotWeights,
     *,
+    columns: Columns | None = None,
     chunk: int = 8,
     dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, ""], SlotLosses]:
@@ -77,6 +78,7 @@ def vocab_loss(
         labels: label tokens (any valid id where the slot does not count).
         tables: the target's embedding and head; they get no gradient.
         weights: loss weights a slot.
+        columns: sampled vocabulary; None computes all of it.
         chunk: anchors computed at once.
         dtype: type of the products' operands; accumulation, softmaxes and losses are float32.
 
@@ -84,100 +86,98 @@ def vocab_loss(
         The scalar, differentiable in `hidden`, `markov` and `w2`; and per-slot values without gradient.
 
     Raises:
-        ValueError: a switched-on term needs the target's distribution and `target_hidden` is None.
+        ValueError: a switched-on term needs the target's distribution and `target_hidden` is None; a soft-capped head.
     """
     if weights.needs_target and target_hidden is None:
         raise ValueError("total variation and soft cross entropy need target_hidden; it is None")
+    if tables.soft_cap is not None:
+        raise ValueError("the vocabulary loss does not implement a logit soft-cap yet")
     anchors = hidden.shape[1]
     chunk = min(chunk, anchors)
     pad = -anchors % chunk
 
-    def split(x: Array | None) -> Array | None:
+    def split(x: Array) -> Array:
         """[B, A, ...] to [A/chunk, B, chunk, ...]; the batch axis stays whole so that its sharding does."""
-        if x is None:
-            return None
         x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
-    def join(x: Array | None) -> Array | None:
-        if x is None:
-            return None
+    def join(x: Array) -> Array:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :anchors]
 
     target = None if target_hidden is None else jax.lax.stop_gradient(target_hidden.astype(dtype))
-    head = jax.lax.stop_gradient(tables.head.astype(dtype))
+    head, log_weight = jax.lax.stop_gradient(tables.head.astype(dtype)), None
+    if columns is not None:
+        head, labels, log_weight = head[columns.ids], columns.place[labels], columns.log_weight
+        w2 = None if w2 is None else w2[columns.ids]
     inputs = jax.tree.map(split, (target, labels, weights))
-    states, biases = split(hidden.astype(dtype)), split(None if markov is None else markov.astype(dtype))
-    loss, slots = _scan_loss(tables.soft_cap, states, biases, w2, head, inputs)
+    # Base logits and bias are one product: [h; m] with [head; W2] side by side.
+    states = hidden.astype(dtype) if markov is None else jnp.concatenate([hidden, markov], -1).astype(dtype)
+    loss, slots = _scan_loss(split(states), w2, (head, log_weight), inputs)
     return loss, jax.tree.map(join, slots)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan_loss(soft_cap, hidden, markov, w2, head, inputs):
-    return _scan_forward(soft_cap, hidden, markov, w2, head, inputs)[0]
+@jax.custom_vjp
+def _scan_loss(states, w2, columns, inputs):
+    return _scan_forward(states, w2, columns, inputs)[0]
 
 
-def _scan_forward(soft_cap, hidden, markov, w2, head, inputs):
-    table = None if w2 is None else w2.astype(hidden.dtype)
+def _scan_forward(states, w2, columns, inputs):
+    head, log_weight = columns
+    width = head.shape[1]
+    table = head if w2 is None else jnp.concatenate([head, w2.astype(head.dtype)], axis=1)
 
     def body(carry, slot):
         total, dw2 = carry
-        h, m, (target, labels, weights) = slot
-        slot_loss, slot_values, dbase, dbias = _chunk_losses(soft_cap, h, m, table, head, target, labels, weights)
-        dbase, dbias = dbase.astype(h.dtype), None if dbias is None else dbias.astype(h.dtype)
-        dh = jnp.einsum("...v,vd->...d", dbase, head, preferred_element_type=jnp.float32)
-        dm = None
-        if m is not None:
-            dm = jnp.einsum("...v,vr->...r", dbias, table, preferred_element_type=jnp.float32)
-            dw2 = dw2 + jnp.einsum("...v,...r->vr", dbias, m, preferred_element_type=jnp.float32)
-        return (total + slot_loss, dw2), (slot_values, dh, dm)
+        state, (target, labels, weights) = slot
+        loss, values, dlogits = _chunk_losses(state, table, head, log_weight, target, labels, weights)
+        dstate = jnp.einsum("...v,vd->...d", dlogits, table, preferred_element_type=jnp.float32)
+        if w2 is not None:
+            dw2 = dw2 + jnp.einsum("...v,...r->vr", dlogits, state[..., width:], preferred_element_type=jnp.float32)
+        return (total + loss, dw2), (values, dstate)
 
     dw2 = None if w2 is None else jnp.zeros(w2.shape, jnp.float32)
-    (total, dw2), (values, dh, dm) = jax.lax.scan(body, (jnp.float32(0), dw2), (hidden, markov, inputs))
-    return (total, values), (dh, dm, dw2, hidden, markov, w2, head, inputs)
+    (total, dw2), (values, dstates) = jax.lax.scan(body, (jnp.float32(0), dw2), (states, inputs))
+    return (total, values), (dstates, dw2, states, w2, columns, inputs)
 
 
-def _scan_backward(soft_cap, residuals, cotangents):
-    dh, dm, dw2, hidden, markov, w2, head, inputs = residuals
+def _scan_backward(residuals, cotangents):
+    dstates, dw2, states, w2, columns, (target, _, weights) = residuals
     scale, _ = cotangents  # per-slot values carry no gradient
-
-    def scaled(gradient, like):
-        return None if gradient is None else (gradient * scale).astype(like.dtype)
-
+    dw2 = None if w2 is None else (dw2 * scale).astype(w2.dtype)
     # The head, the target and the weights get none; integer labels have the float0 cotangent that None stands for.
-    none = jax.tree.map(jnp.zeros_like, (head, inputs[0], inputs[2]))
-    return scaled(dh, hidden), scaled(dm, markov), scaled(dw2, w2), none[0], (none[1], None, none[2])
+    dcolumns, dtarget, dweights = jax.tree.map(jnp.zeros_like, (columns, target, weights))
+    return (dstates * scale).astype(states.dtype), dw2, dcolumns, (dtarget, None, dweights)
 
 
 _scan_loss.defvjp(_scan_forward, _scan_backward)
 
 
-def _chunk_losses(soft_cap, hidden, markov, table, head, target, labels, weights):
-    """Losses of a chunk, and their gradients by base logits and by bias (the soft-cap makes them differ)."""
-    base = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
-    if soft_cap is not None:
-        base = soft_cap * jnp.tanh(base / soft_cap)
-    logits = base
-    if markov is not None:
-        logits = base + jnp.einsum("...r,vr->...v", markov, table, preferred_element_type=jnp.float32)
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    exps = jnp.exp(shifted)
-    mass = jnp.sum(exps, axis=-1, keepdims=True)
-    draft = exps / mass
-    log_mass = jnp.log(mass[..., 0])
-    nll = log_mass - jnp.take_along_axis(shifted, labels[..., None], axis=-1)[..., 0]
+def _chunk_losses(state, table, head, log_weight, target, labels, weights):
+    """Losses of a chunk, their per-slot values, and their gradient by the draft logits (in the products' type).
+
+    Written as passes over `[slots, V]` that a compiler fuses: no argmax (which CPUs and TPUs run far slower than max),
+    and exponentials recomputed rather than stored.
+    """
+    logits = jnp.einsum("...d,vd->...v", state, table, preferred_element_type=jnp.float32)
+    logits = logits if log_weight is None else logits + log_weight
+    peak = jnp.max(logits, axis=-1)
+    log_mass = peak + jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
+    draft = jnp.exp(logits - log_mass[..., None])
+    label_logit = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    nll = log_mass - label_logit
     loss, gradient = jnp.float32(0), jnp.zeros_like(draft)
     tv = soft_nll = None
-    best = labels
+    chosen = label_logit
     if target is not None:
         target_logits = jnp.einsum("...d,vd->...v", target, head, preferred_element_type=jnp.float32)
-        if soft_cap is not None:
-            target_logits = soft_cap * jnp.tanh(target_logits / soft_cap)
-        best = jnp.argmax(target_logits, axis=-1)
-        teacher = jax.nn.softmax(target_logits, axis=-1)
+        target_logits = target_logits if log_weight is None else target_logits + log_weight
+        target_peak = jnp.max(target_logits, axis=-1, keepdims=True)
+        target_mass = jnp.sum(jnp.exp(target_logits - target_peak), axis=-1, keepdims=True)
+        teacher = jnp.exp(target_logits - target_peak - jnp.log(target_mass))
         difference = draft - teacher
         tv = jnp.sum(jnp.abs(difference), axis=-1)
+        chosen = jnp.max(jnp.where(target_logits == target_peak, logits, -jnp.inf), axis=-1)
         if weights.total_variation is not None:
             w = weights.total_variation
             sign = jnp.sign(difference)
@@ -186,7 +186,7 @@ def _chunk_losses(soft_cap, hidden, markov, table, head, target, labels, weights
             gradient = gradient + w[..., None] * draft * (sign - mean_sign)
         if weights.soft_cross_entropy is not None:
             w = weights.soft_cross_entropy
-            soft_nll = log_mass - jnp.sum(teacher * shifted, axis=-1)
+            soft_nll = log_mass - jnp.sum(teacher * logits, axis=-1)
             loss = loss + jnp.sum(w * soft_nll)
             gradient = gradient + w[..., None] * difference
     if weights.cross_entropy is not None:
@@ -194,11 +194,5 @@ def _chunk_losses(soft_cap, hidden, markov, table, head, target, labels, weights
         hit = labels[..., None] == jnp.arange(logits.shape[-1])
         loss = loss + jnp.sum(w * nll)
         gradient = gradient + w[..., None] * (draft - hit)
-    correct = (jnp.argmax(logits, axis=-1) == best).astype(jnp.float32)
-    dbase = gradient if soft_cap is None else gradient * (1 - (base / soft_cap) ** 2)
-    return (
-        loss,
-        SlotLosses(nll=nll, tv=tv, soft_nll=soft_nll, correct=correct),
-        dbase,
-        None if markov is None else gradient,
-    )
+    values = SlotLosses(nll=nll, tv=tv, soft_nll=soft_nll, correct=(chosen >= peak).astype(jnp.float32))
+    return loss, values, gradient.astype(state.dtype)
