@@ -1,6 +1,7 @@
 """DFlash for SmolLM2-135M-Instruct: the backbone of `smollm2_dspark` without heads, trained by cross entropy.
 
-python -m dspark_jax.train --config configs/smollm2_dflash.py --data data/smollm2_train.jsonl
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m dspark_jax.train \\
+        --config configs/smollm2_dflash.py --data data/smollm2_train.jsonl --features-cache data/features
 """
 
 from dataclasses import replace

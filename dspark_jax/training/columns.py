@@ -1,10 +1,10 @@
 """A sampled vocabulary for the training losses: exact columns where the mass is, an unbiased sample of the rest.
 
 The products with the head are most of a drafter's training time where the vocabulary is large and the model small.
-Text uses little of the vocabulary, so a step may compute the columns of the most frequent tokens and of every token in
-its own batch exactly, and let a uniform sample of the others stand for all others: each sampled column enters the
-softmax with weight (number of others / number sampled), so that the normaliser is unbiased. Drafts, verification, validation
-and the checkpoint know nothing of this; without it (the default) the losses are exact.
+Text uses little of the vocabulary, so a step may compute the columns of the most frequent tokens and of every token
+in its own batch exactly, and let a uniform sample of the others stand for all others: each sampled column enters the
+softmax with weight (number of others / number sampled), so that the normaliser is unbiased. Drafts,
+verification, validation and the checkpoint know nothing of this; without it (the default) the losses are exact.
 """
 
 from __future__ import annotations

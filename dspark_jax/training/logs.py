@@ -63,14 +63,19 @@ class Window:
         if s.get("applied"):
             out |= {name: s[name] / s["applied"] for name in ("loss", "grad_norm") if name in s}
         if s.get("weight"):
-            names = ("ce", "tv", "confidence", "confidence_error", "confidence_bias", "confidence_cumprod_bias")
+            out["ce"] = s["ce"] / s["weight"]
+        if s.get("weight") and s.get("measured"):
+            names = ("tv", "confidence", "confidence_error", "confidence_bias", "confidence_cumprod_bias")
             out |= {name: s[name] / s["weight"] for name in names}
-        if s.get("blocks"):
-            valid = np.maximum(np.asarray(s["valid"]), 1)
+        valid = np.maximum(np.asarray(s.get("valid", 0)), 1)
+        if s.get("measured"):
             out |= {
                 "accept_rate": (np.asarray(s["accept_rate"]) / valid).tolist(),
+                "tau_probabilistic": 1 + s["survival"] / s["measured"],
+            }
+        if s.get("blocks"):
+            out |= {
                 "accuracy": (np.asarray(s["correct"]) / valid).tolist(),
-                "tau_probabilistic": 1 + s["survival"] / s["blocks"],
                 "drafted_run": s["accepted_run"] / s["blocks"],
                 "blocks": s["blocks"],
             }

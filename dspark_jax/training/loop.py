@@ -124,8 +124,8 @@ def build_sources(
             found = features.manifest.get(key, expected)
             if found != expected:
                 raise ValueError(f"{features.path} was made with {key} {found}, this run has {expected}: rebuild it")
+        corpus = cached_rows(corpus, features)
     training, held_out = split_validation(corpus)
-
     vocab = target.config.vocab_size
 
     def source(part: TokenizedCorpus, rows: int, packed: bool) -> BatchSource:
@@ -141,6 +141,21 @@ def build_sources(
     # Unpacked rows: their number is known, so that small held-out sets still fill a batch.
     rows = min(config.batch_size // config.accumulation, len(held_out))
     return train, source(held_out, rows, False)
+
+
+def cached_rows(corpus: TokenizedCorpus, features: TargetCache) -> TokenizedCorpus:
+    """The rows a cache holds; it may have been finished before all of them were written.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    rows = np.flatnonzero(np.isin(corpus.source_index, features.sample_ids))
+    if not len(rows):
+        raise ValueError(f"{features.path} holds none of the corpus's rows: it was made from other data")
+    if len(rows) < len(corpus):
+        held = f"{len(rows):,} of {len(corpus):,} rows"
+        Console(stderr=True).print(f"{features.path} holds {held}; the others are left out")
+    return corpus.subset(rows)
 
 
 def create_step(

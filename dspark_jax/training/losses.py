@@ -48,6 +48,7 @@ class LossTerms:
         survival: sum over blocks of sum_k prod_{i<=k} accept rate, the drafted part of the probabilistic tau.
         accepted_run: sum over blocks of the leading run of correct slots.
         blocks: number of valid blocks.
+        measured: number of valid blocks whose target distribution was there: those that accept rates are of.
         confidence_error, confidence_bias: weighted sums of |c - c*| and c - c*.
         confidence_cumprod_bias: weighted sum of prod c - prod c*.
     """
@@ -62,6 +63,7 @@ class LossTerms:
     survival: Float[Array, ""]
     accepted_run: Float[Array, ""]
     blocks: Float[Array, ""]
+    measured: Float[Array, ""]
     confidence_error: Float[Array, ""]
     confidence_bias: Float[Array, ""]
     confidence_cumprod_bias: Float[Array, ""]
@@ -160,6 +162,7 @@ def _terms(slots, accept, bce, logits, weights, labels: BlockLabels) -> LossTerm
         survival=jnp.sum(survival),
         accepted_run=jnp.sum(run),
         blocks=jnp.sum(valid[..., 0]),
+        measured=jnp.sum(valid[..., 0]) * (slots.tv is not None),
         confidence_error=total(jnp.abs(predicted - accept)),
         confidence_bias=total(predicted - accept),
         confidence_cumprod_bias=total(gap),

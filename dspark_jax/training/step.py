@@ -82,8 +82,12 @@ class Objective(Protocol):
         selection: Any,
         denominator: Float[Array, ""],
         columns: Columns | None,
+        measure: bool,
     ) -> tuple[Float[Array, ""], LossTerms]:
-        """This part's share of the objective, and its sums."""
+        """This part's share of the objective, and its sums.
+
+        With `measure` the target's distribution is used even where the objective does not need it, for accept rates.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +124,18 @@ class BlockObjective:
         selection: tuple[Anchors, BlockLabels],
         denominator: Float[Array, ""],
         columns: Columns | None,
+        measure: bool,
     ) -> tuple[Float[Array, ""], LossTerms]:
         """See `block_loss`."""
         anchors, labels = selection
         assert features.taps is not None
+        last_hidden = features.last_hidden if measure or self.config.tv or self.config.confidence else None
         outputs = self.functions.train_blocks(
             params, tables, features.taps, batch.tokens, batch.positions, batch.segments, anchors.index, anchors.keep,
             labels.tokens,
         )  # fmt: skip
         return block_loss(
-            outputs, params, tables, features.last_hidden, anchors, labels, self.config, denominator,
+            outputs, params, tables, last_hidden, anchors, labels, self.config, denominator,
             columns=columns, chunk=self.chunk, dtype=self.functions.dtype,
         )  # fmt: skip
 
@@ -160,8 +166,10 @@ class Eagle3Objective:
         selection: tuple[()],
         denominator: Float[Array, ""],
         columns: Columns | None,
+        measure: bool,
     ) -> tuple[Float[Array, ""], LossTerms]:
         """See `eagle3_loss`."""
+        del measure  # the objective itself reads the target's distribution
         assert features.taps is not None and features.last_hidden is not None
         states = self.functions.train_states(
             params, tables, features.taps, batch.tokens, batch.positions, batch.segments
@@ -251,7 +259,7 @@ class Step:
         tables = self._shared_tables(tables)
         parts, denominator = self._select(batch, jnp.int32(0))
         rows, selection = jax.tree.map(lambda x: x[0], (batch, parts))
-        return self._part_loss(params, rows, selection, tables, target_params, denominator, None)
+        return self._part_loss(params, rows, selection, tables, target_params, denominator, None, True)
 
     def _shared_tables(self, tables: TargetTables) -> TargetTables:
         # One low-precision copy of the head, laid out for the vocabulary products, made once before the loops.
@@ -264,12 +272,12 @@ class Step:
         total = jnp.sum(shares)
         return parts, jnp.where(total > 0, total, 1.0)
 
-    def _part_loss(self, params, batch, selection, tables, target_params, denominator, columns):
+    def _part_loss(self, params, batch, selection, tables, target_params, denominator, columns, measure):
         batch = jax.tree.map(lambda x: constrain(x, "rows"), batch)
         features = target_features(
             self.target, target_params, tables, batch, self.functions.tap_ids, self.functions.dtype
         )
-        return self.objective.loss(params, tables, features, batch, selection, denominator, columns)
+        return self.objective.loss(params, tables, features, batch, selection, denominator, columns, measure)
 
     def _gradients(self, params, batch, tables, target_params, step):
         tables = self._shared_tables(tables)
@@ -278,7 +286,7 @@ class Step:
 
         def part(selection_and_batch):
             rows, selection = selection_and_batch
-            loss = lambda p: self._part_loss(p, rows, selection, tables, target_params, denominator, columns)  # noqa: E731
+            loss = lambda p: self._part_loss(p, rows, selection, tables, target_params, denominator, columns, False)  # noqa: E731
             (value, terms), gradients = jax.value_and_grad(loss, has_aux=True)(params)
             return gradients, value, terms
 
