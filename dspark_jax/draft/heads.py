@@ -139,7 +139,8 @@ def sample_block(
         return tokens, jnp.concatenate([anchors[:, None], tokens[:, :-1]], axis=1), probs
     assert params is not None
     head, weights = MarkovHead(config, dtype), params["markov_head"]
-    table = weights["markov_w2"]["weight"]
+    # A padded draft vocabulary has rows the target never emits.
+    table = weights["markov_w2"]["weight"][: base_logits.shape[-1]]
 
     def body(carry, slot):
         previous, state = carry

@@ -17,12 +17,13 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
+from dspark_jax.draft.vocabulary import check_vocabulary
 from dspark_jax.files import atomic_write
 from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json, resolve_folder, rope_keys
 from dspark_jax.types import Params, TargetTables
 
 PRETRAINED = Path(__file__).resolve().parents[1] / "pretrained"
-_ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3DFlashModel": "dspark", "Qwen3Eagle3Model": "eagle3"}
+_ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3Eagle3Model": "eagle3"}
 _TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -55,9 +56,9 @@ def load_drafter(name_or_path: str, target: Any) -> Drafter:
     folder = PRETRAINED / name_or_path if name_or_path in shipped_drafters() else None
     folder = folder or resolve_folder(name_or_path, ("*.json", "*.safetensors"))
     config = drafter_config(read_json(folder / "config.json"), str(folder / "config.json"))
-    _check_target(config, target, folder)
     files = SafetensorsFolder(folder)
     tensors = {name: files.read(name) for name in files.names()}
+    _check_target(config, target, tensors.pop("d2t", None), folder)
     for name in _TARGET_TENSORS:
         _check_target_tensor(name, tensors.pop(name, None), target.tables, folder)
     functions = functions_for(config, target.dtype)
@@ -241,7 +242,7 @@ def _other_layout(config: dict[str, Any]) -> str:
     return "A target model belongs to --target."
 
 
-def _check_target(config: DrafterConfig, target: Any, folder: Path) -> None:
+def _check_target(config: DrafterConfig, target: Any, d2t: np.ndarray | None, folder: Path) -> None:
     """Refuse a drafter made for another target, naming both numbers."""
     found, expected = config.decoder, target.config
     for what, a, b in (
@@ -251,11 +252,7 @@ def _check_target(config: DrafterConfig, target: Any, folder: Path) -> None:
         if a != b:
             raise ValueError(f"{folder}: the drafter was made for {what} {a}, target {target.name!r} has {b}")
     rows = target.tables.embed.shape[0]
-    if found.vocab_size < rows:
-        raise ValueError(
-            f"{folder}: the drafter's vocabulary has {found.vocab_size} tokens, the target's {rows}; a reduced "
-            "vocabulary needs a d2t map, and this checkpoint has none"
-        )
+    check_vocabulary(found.vocab_size, rows, d2t, str(folder))
     if config.mask_token_id is not None and config.mask_token_id >= rows:
         raise ValueError(
             f"{folder}: mask_token_id {config.mask_token_id} is not a row of the target's embedding table ({rows} rows)"

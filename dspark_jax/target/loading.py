@@ -107,9 +107,13 @@ def build_params(
     """
     left = {name.removeprefix("model."): value for name, value in tensors.items()}
     left = {name: value for name, value in left.items() if not name.endswith("rotary_emb.inv_freq")}
-    embed = _take(left, "embed_tokens.weight", (config.vocab_size, config.hidden_size), where, dtype)
+    if "embed_tokens.weight" not in left:
+        raise ValueError(f"{where}: tensor 'embed_tokens.weight' is missing")
+    # The table's own rows decide which ids exist: some configs state a padded vocabulary.
+    rows = min(left["embed_tokens.weight"].shape[0], config.vocab_size)
+    embed = _take(left, "embed_tokens.weight", (rows, config.hidden_size), where, dtype)
     if "lm_head.weight" in left and not config.tie_word_embeddings:
-        head = _take(left, "lm_head.weight", (config.vocab_size, config.hidden_size), where, dtype)
+        head = _take(left, "lm_head.weight", (rows, config.hidden_size), where, dtype)
     elif config.tie_word_embeddings:
         left.pop("lm_head.weight", None)
         head = embed

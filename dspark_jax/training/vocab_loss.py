@@ -106,6 +106,7 @@ def vocab_loss(
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :anchors]
 
     target = None if target_hidden is None else jax.lax.stop_gradient(target_hidden.astype(dtype))
+    w2 = None if w2 is None else w2[: tables.head.shape[0]]  # a padded draft vocabulary has rows the target lacks
     head, log_weight = jax.lax.stop_gradient(tables.head.astype(dtype)), None
     if columns is not None:
         head, labels, log_weight = head[columns.ids], columns.place[labels], columns.log_weight

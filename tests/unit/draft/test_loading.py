@@ -1,0 +1,148 @@
+"""Draft checkpoints: exact round trips, the vocabulary rules, and every refusal by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_models import DECODER, MASK, VOCAB, write_drafter, write_target
+
+from dspark_jax.draft.loading import config_json, drafter_config, load_drafter, save_drafter, tensor_name
+from dspark_jax.draft.vocabulary import check_vocabulary, offsets_to_ids
+from dspark_jax.target.loading import build_params, load_target, parameter_shapes
+
+KINDS = ("dspark", "dflash", "eagle3")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(str(write_target(tmp_path_factory.mktemp("target"))), dtype=jnp.float32)
+
+
+def rewrite(folder, tensors=None, **config):
+    """Change a checkpoint on disk."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    if tensors is not None:
+        save_file({**load_file(folder / "model.safetensors"), **tensors}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saving_what_was_loaded_gives_the_same_bits(kind, target, tmp_path):
+    first = load_drafter(str(write_drafter(tmp_path / "a", kind)), target)
+    save_drafter(first, tmp_path / "b")
+    one, two = load_file(tmp_path / "a" / "model.safetensors"), load_file(tmp_path / "b" / "model.safetensors")
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(one[name].view(np.uint16), two[name].view(np.uint16), err_msg=name)
+    again = load_drafter(str(tmp_path / "b"), target)
+    assert again.config == first.config
+    assert drafter_config(config_json(first.config), "x") == first.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_target_tensors_are_written_on_request_and_not_copied_on_load(kind, target, tmp_path):
+    drafter = load_drafter(str(write_drafter(tmp_path / "a", kind)), target)
+    save_drafter(drafter, tmp_path / "b", include_target_tensors=True, tables=target.tables)
+    stored = load_file(tmp_path / "b" / "model.safetensors")
+    assert stored["embed_tokens.weight"].shape == stored["lm_head.weight"].shape == (VOCAB, DECODER.hidden_size)
+    again = load_drafter(str(tmp_path / "b"), target)
+    assert {tensor_name(p) for p, _ in jax.tree_util.tree_flatten_with_path(again.params)[0]}.isdisjoint(
+        {"embed_tokens.weight", "lm_head.weight"}
+    )
+    with pytest.raises(ValueError, match="tables"):
+        save_drafter(drafter, tmp_path / "c", include_target_tensors=True)
+    stored["lm_head.weight"] = (stored["lm_head.weight"].astype(np.float32) + 1).astype(ml_dtypes.bfloat16)
+    save_file(stored, tmp_path / "b" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight.*another target"):
+        load_drafter(str(tmp_path / "b"), target)
+
+
+def test_br17_padded_is_identity_and_pruned_is_offsets(target, tmp_path):
+    np.testing.assert_array_equal(offsets_to_ids(np.asarray([5, 6, 6, 8])), [5, 7, 8, 11])
+    check_vocabulary(201024, 200058, None, "padded")
+    check_vocabulary(4, 4, np.zeros(4, np.int64), "full vocabulary")  # the identity is all zeros ...
+    with pytest.raises(ValueError, match="draft token 1 to target token 2"):
+        check_vocabulary(4, 4, np.arange(4), "doubled")  # ... and not 0, 1, 2, 3
+    with pytest.raises(ValueError, match="needs a d2t map"):
+        check_vocabulary(3, 4, None, "pruned without a map")
+    # A padded checkpoint from disk: more Markov rows than the target has tokens.
+    folder = write_drafter(tmp_path, "dspark")
+    tensors = load_file(folder / "model.safetensors")
+    padded = {n: np.pad(tensors[n], ((0, 9), (0, 0))) for n in tensors if n.startswith("markov_head.markov_w")}
+    rewrite(folder, padded, vocab_size=VOCAB + 9)
+    assert load_drafter(str(folder), target).config.decoder.vocab_size == VOCAB + 9
+    rewrite(folder, {"d2t": np.full(VOCAB, 5, np.int64)})
+    with pytest.raises(ValueError, match="reduced draft vocabulary"):
+        load_drafter(str(folder), target)
+
+
+def test_br19_the_mask_token_must_be_a_row_of_the_targets_table(target, tmp_path):
+    folder = write_drafter(tmp_path, "dflash")
+    rewrite(folder, vocab_size=VOCAB + 250, mask_token_id=VOCAB)
+    with pytest.raises(ValueError, match=f"mask_token_id {VOCAB} .*{VOCAB} rows"):
+        load_drafter(str(folder), target)
+    rewrite(folder, mask_token_id=MASK)
+    load_drafter(str(folder), target)
+
+
+def test_br19_a_target_table_shorter_than_its_config_says(target):
+    config = dataclasses.replace(DECODER, vocab_size=VOCAB + 250)
+    tensors = {
+        tensor_name(path): np.zeros(leaf.shape, np.float32)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(parameter_shapes(config))[0]
+    }
+    tensors["embed_tokens.weight"] = np.zeros((VOCAB, DECODER.hidden_size), np.float32)
+    _, tables = build_params(config, tensors, jnp.float32, "here")
+    assert tables.embed.shape[0] == VOCAB
+    assert np.all(np.isnan(tables.embed_tokens(jnp.asarray([VOCAB, VOCAB + 1])))), "never a wrong row"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "DeepSpec layout"),
+        ({"architectures": []}, "DeepSpec layout"),
+        ({"architectures": ["DFlashDraftModel"]}, "predicts from slot 1"),
+        ({"architectures": ["x"], "speculators_config": {}}, "speculators layout"),
+        ({"sample_from_anchor": False}, "slot 1"),
+        ({"num_target_layers": 9}, "num_target_layers 9.*has 4"),
+        ({"hidden_size": 25}, "hidden_size 25.*has 24"),
+        ({"target_layer_ids": [0, 3]}, "last"),
+        ({"target_layer_ids": [0, 7]}, "7"),
+        ({"block_size": None}, "block_size"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_br08_other_layouts_and_foreign_settings_are_refused_by_name(change, message, target, tmp_path):
+    folder = write_drafter(tmp_path, "dflash")
+    rewrite(folder, **change)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(str(folder), target)
+
+
+def test_missing_unknown_and_misshaped_tensors_are_named(target, tmp_path):
+    folder = write_drafter(tmp_path, "dspark")
+    tensors = load_file(folder / "model.safetensors")
+    for change, message in (
+        ({"fc.weight": None}, r"'fc.weight' is missing"),
+        ({"extra.weight": np.zeros(3, np.float32)}, r"extra.weight"),
+        ({"fc.weight": np.zeros((3, 4), np.float32)}, r"'fc.weight' has shape \(3, 4\)"),
+    ):
+        kept = {n: v for n, v in {**tensors, **change}.items() if v is not None}
+        save_file(kept, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_drafter(str(folder), target)
+
+
+def test_an_unreachable_name_says_what_to_do(target):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_drafter("./nowhere", target)
