@@ -33,8 +33,8 @@ def check_vocabulary(draft_rows: int, target_rows: int, d2t: Int[np.ndarray, "V"
         moved = np.flatnonzero(ids != np.arange(len(ids)))
         if len(moved):
             raise ValueError(
-                f"{where}: d2t maps draft token {moved[0]} to target token {ids[moved[0]]} (a reduced draft vocabulary), which "
-                "is not supported; use a full-vocabulary drafter"
+                f"{where}: d2t maps draft token {moved[0]} to target token {ids[moved[0]]} (a reduced draft "
+                "vocabulary), which is not supported; use a full-vocabulary drafter"
             )
     if draft_rows < target_rows:
         raise ValueError(

@@ -1,0 +1,284 @@
+"""`python -m dspark_jax.bench`: step costs measured side by side in one run.
+
+`decode` times the target's steps over 1, 2, 4, … rows of one sequence and a drafter's round beside them: what
+verification costs in one-token steps, and the sequential head's share of a round. `train` times forward and backward of
+the drafters at SmolLM2's sizes with features given, against a plain matrix product of the same shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
+from dspark_jax.draft.contract import Drafter, chooser
+from dspark_jax.draft.dspark import DSparkFunctions
+from dspark_jax.draft.eagle3 import Eagle3Functions
+from dspark_jax.draft.heads import sample_block
+from dspark_jax.draft.loading import functions_for, load_drafter
+from dspark_jax.engine.rounds import DecodeState, Requests, Rounds, Weights
+from dspark_jax.files import atomic_write
+from dspark_jax.sampling import make_sampling, request_keys
+from dspark_jax.target.loading import load_target
+from dspark_jax.training.anchors import block_labels, draw_anchors, row_keys
+from dspark_jax.training.losses import LossConfig, block_loss, eagle3_loss, slot_weights
+from dspark_jax.types import Proposal, TargetTables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode:
+    """Time target steps and a drafter's round.
+
+    Attributes:
+        target: the target.
+        draft: the drafter.
+        rows: rows of one sequence run through the target at once.
+        context: cache positions.
+        repeats: timed repeats; the median and the minimum are reported.
+        output: JSON file for the numbers.
+    """
+
+    target: str = "smollm2-135m"
+    draft: str = "dspark"
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    context: int = 512
+    repeats: int = 15
+    output: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Time forward and backward of the drafters at SmolLM2's sizes (5 layers, rank 256; EAGLE-3: 1 layer, 7 steps).
+
+    Attributes:
+        batch: rows.
+        length: tokens of a row.
+        anchors: anchors of a row.
+        chunk: anchors of a row whose logits exist at once.
+        repeats: timed repeats; the minimum counts.
+        output: JSON file for the numbers.
+    """
+
+    batch: tuple[int, ...] = (1, 4)
+    length: int = 512
+    anchors: int = 32
+    chunk: int = 8
+    repeats: int = 3
+    output: Path | None = None
+
+
+def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Median and minimum wall-clock seconds of a call whose result is waited for; the first call does not count."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - started)
+    return {"median": float(np.median(times)), "minimum": float(np.min(times))}
+
+
+def bench_decode(command: Decode) -> dict[str, Any]:
+    """Target steps over several widths, the proposal, and the sequential head alone."""
+    target = load_target(command.target, dtype=jnp.float32)
+    drafter = load_drafter(command.draft, target)
+    block = drafter.config.block_size
+    vocab = target.tables.embed.shape[0]
+    requests = Requests(
+        keys=request_keys(jnp.zeros(1, jnp.uint32)),
+        sampling=make_sampling(1, vocab_size=vocab, temperature=0.0),
+        stop_ids=jnp.full((1, 4), -1, jnp.int32),
+        prompt_lengths=jnp.ones(1, jnp.int32),
+        budgets=jnp.full((1,), 1 << 20, jnp.int32),
+        threshold=jnp.float32(0),
+    )
+    weights = Weights(target.params, target.tables, drafter.params)
+    rounds = Rounds(target.config, drafter.functions, target.dtype, command.context, target.config.max_position)
+    plain = dataclasses.replace(rounds, drafter=None)
+    results: dict[str, Any] = {"target_step": {}}
+
+    def running(which: Rounds) -> DecodeState:
+        state = jax.jit(which.init)(requests)
+        return dataclasses.replace(state, lengths=jnp.full((1,), command.context // 2, jnp.int32))
+
+    def timed(which: Rounds, program: Callable[..., Any], *extra: Any) -> dict[str, float]:
+        """Time a program that consumes and returns the state; it stays at the same position."""
+        states = [running(which)]
+        compiled = jax.jit(program, donate_argnums=2)
+
+        def call() -> Any:
+            before = states[0].lengths + 0
+            after, *rest = compiled(weights, requests, states[0], *extra)
+            states[0] = dataclasses.replace(after, lengths=before)
+            return after, rest
+
+        return seconds(call, command.repeats)
+
+    for width in command.rows:
+        results["target_step"][width] = timed(plain, _target_rows(plain, width))
+    propose = lambda w, q, s: rounds.propose(w, q, s, block_size=block)  # noqa: E731
+    results["propose"] = timed(rounds, propose)
+    _, proposal, keep = jax.jit(propose)(weights, requests, running(rounds))
+    verify = lambda w, q, s, p, k: rounds.verify(w, q, s, p, k, width=block + 1)  # noqa: E731
+    results["verify"] = timed(rounds, verify, proposal, keep)
+    if drafter.config.markov_rank:
+        total = results["propose"]["median"] + results["verify"]["median"]
+        results["sequential_head"] = _sequential_head(drafter, requests, vocab, total, command.repeats)
+    return results
+
+
+def _sequential_head(drafter: Drafter, requests: Requests, vocab: int, total: float, repeats: int) -> dict[str, float]:
+    """Seconds of the sampling scan beyond a plain argmax of the same base logits, and its share of a round."""
+    shape = drafter.config
+    base = jax.random.normal(jax.random.key(0), (1, shape.block_size, vocab))
+    hidden = jax.random.normal(jax.random.key(1), (1, shape.block_size, shape.decoder.hidden_size))
+    anchors = jnp.ones((1,), jnp.int32)
+    choose = chooser(requests.sampling, requests.keys, anchors)
+    times = []
+    for config in (shape, dataclasses.replace(shape, markov_rank=0)):
+        run = jax.jit(functools.partial(sample_block, config, choose=choose))
+        call = functools.partial(run, drafter.params, base, hidden, anchors)
+        times.append(seconds(call, repeats)["median"])
+    return {"median": times[0] - times[1], "share_of_round": (times[0] - times[1]) / total}
+
+
+def _target_rows(rounds: Rounds, width: int) -> Callable[..., Any]:
+    """Run `width` rows of the sequence through the target and take their argmax: a verification without a drafter."""
+
+    def program(weights: Weights, requests: Requests, state: DecodeState) -> Any:
+        drafts = jnp.zeros((1, width - 1), jnp.int32)
+        proposal = Proposal(drafts, None, None, jnp.full((1,), width - 1, jnp.int32))
+        return rounds.verify(weights, requests, state, proposal, None, width=width)
+
+    return program
+
+
+SMOLLM2_LAYER = DecoderConfig(
+    family="qwen3",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=5,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    max_position=8192,
+    qk_norm=True,
+)
+
+
+def bench_train(command: Train) -> dict[str, Any]:
+    """Seconds of forward and backward in float32, features given, and rates against a plain product."""
+    results: dict[str, Any] = {"product": _plain_product(command.repeats)}
+    taps = (0, 1, 2, 3, 4)
+    common: dict[str, Any] = {"target_layers": 6, "target_layer_ids": taps, "block_size": 7}
+    dspark = DrafterConfig(
+        kind="dspark", decoder=SMOLLM2_LAYER, mask_token_id=0, markov_rank=256, confidence_head=True, **common
+    )
+    eagle = DrafterConfig(kind="eagle3", decoder=dataclasses.replace(SMOLLM2_LAYER, num_layers=1), **common)
+    for batch in command.batch:
+        for config in (dspark, eagle):
+            results[f"{config.name}, batch {batch}"] = _forward_backward(config, batch, command)
+    return results
+
+
+def _forward_backward(config: DrafterConfig, batch: int, command: Train) -> dict[str, float]:
+    functions = functions_for(config)
+    width, vocab, length = config.decoder.hidden_size, config.decoder.vocab_size, command.length
+    keys = jax.random.split(jax.random.key(0), 5)
+    table = jax.random.normal(keys[0], (vocab, width)) * 0.05
+    tables = TargetTables(embed=table, head=table)
+    tokens = jax.random.randint(keys[1], (batch, length), 0, vocab)
+    taps = jax.random.normal(keys[2], (batch, length, width * len(config.target_layer_ids)))
+    hidden = jax.random.normal(keys[3], (batch, length, width))
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    segments, mask = jnp.ones_like(tokens), jnp.ones(tokens.shape, bool)
+    params = functions.initialise(keys[4], taps.shape[-1])
+
+    def loss(params: Any, taps: Any, hidden: Any) -> Any:
+        if isinstance(functions, Eagle3Functions):
+            states = functions.train_states(params, tables, taps, tokens, positions, segments)
+            scale = jnp.float32(batch * length)
+            return eagle3_loss(states, tables, hidden, mask, segments, 0.8, scale, chunk=8 * command.chunk)[0]
+        return _block_objective(functions, params, tables, tokens, positions, segments, mask, taps, hidden, command)
+
+    program = jax.jit(jax.grad(loss)).lower(params, taps, hidden).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    result = seconds(lambda: program(params, taps, hidden), command.repeats)
+    result["temporaries_gb"] = memory.temp_size_in_bytes / 1e9
+    return result
+
+
+def _block_objective(functions, params, tables, tokens, positions, segments, mask, taps, hidden, command: Train) -> Any:
+    assert isinstance(functions, DSparkFunctions)
+    draws = row_keys(0, jnp.int32(0), jnp.arange(tokens.shape[0]))
+    anchors = draw_anchors(mask, segments, draws, command.anchors)
+    labels = block_labels(anchors, tokens, mask, segments, functions.config.block_size)
+    outputs = functions.train_blocks(
+        params, tables, taps, tokens, positions, segments, anchors.index, anchors.keep, labels.tokens
+    )
+    config = LossConfig()
+    denominator = jnp.sum(slot_weights(labels, config.loss_decay))
+    loss = block_loss(outputs, params, tables, hidden, anchors, labels, config, denominator, chunk=command.chunk)
+    return loss[0]
+
+
+def _plain_product(repeats: int) -> dict[str, float]:
+    """A product of block states with the head, the shape most of a step consists of."""
+    a, b = jnp.ones((896, 576)), jnp.ones((49152, 576))
+    product = jax.jit(lambda a, b: a @ b.T)
+    result = seconds(lambda: product(a, b), repeats)
+    result["gflop_per_s"] = 2 * 896 * 576 * 49152 / result["minimum"] / 1e9
+    return result
+
+
+def main(command: Decode | Train) -> None:
+    """Run a benchmark, print its table, and write the numbers."""
+    console = Console()
+    results = bench_decode(command) if isinstance(command, Decode) else bench_train(command)
+    device = jax.devices()[0].device_kind
+    table = Table(title=f"{type(command).__name__.lower()} on {platform.processor() or device}, {date.today()}")
+    table.add_column("what")
+    table.add_column("measured")
+    for name, value in _flat(results):
+        table.add_row(name, f"{value:.4g}")
+    console.print(table)
+    if command.output is not None:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(command).items()}
+        facts = {"date": str(date.today()), "device": device, "jax": jax.__version__, "settings": settings}
+        with atomic_write(command.output, "w") as file:
+            json.dump({**facts, "results": results}, file, indent=2)
+
+
+def _flat(values: dict[Any, Any], prefix: str = "") -> list[tuple[str, float]]:
+    rows = []
+    for name, value in values.items():
+        label = f"{prefix}{name}"
+        rows += _flat(value, f"{label} / ") if isinstance(value, dict) else [(label, float(value))]
+    return rows
+
+
+if __name__ == "__main__":
+    main(
+        tyro.cli(
+            Annotated[Decode, tyro.conf.subcommand("decode")] | Annotated[Train, tyro.conf.subcommand("train")],  # type: ignore[arg-type]
+            description=__doc__,
+        )
+    )
