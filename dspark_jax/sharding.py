@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -96,6 +97,11 @@ def tree_shardings(mesh: Mesh, tree: Any) -> Any:
         return NamedSharding(mesh, parameter_spec(_path_text(path), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def gather(mesh: Mesh, tree: Any) -> Any:
+    """Give every device, and so every process, whole copies of a tree of sharded arrays; all processes call it."""
+    return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=NamedSharding(mesh, P()))(tree)
 
 
 def activation_sharding(mesh: Mesh, name: str) -> NamedSharding:
