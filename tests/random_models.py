@@ -1,0 +1,82 @@
+"""Tiny random targets and drafters of every kind, in memory: what the property tests of drafting and generation run.
+
+Sizes are odd and mutually prime where the mathematics allows it, so that a swapped axis does not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.draft.loading import functions_for
+from dspark_jax.target.loading import Target, parameter_shapes
+from dspark_jax.types import TargetTables
+
+VOCAB, WIDTH, BLOCK = 11, 10, 4
+TARGET = DecoderConfig(
+    family="llama", vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=14, num_layers=2, num_heads=2,
+    num_kv_heads=1, head_dim=6, rms_norm_eps=1e-5, rope=RopeConfig(), max_position=64,
+)  # fmt: skip
+TAPS = (-1, 0)
+
+HEADS: dict[str, dict[str, Any]] = {
+    "vanilla": {"markov_rank": 3, "confidence_head": True},
+    "gated": {"markov_rank": 3, "markov_head": "gated", "confidence_head": True, "confidence_with_markov": False},
+    "rnn": {"markov_rank": 3, "markov_head": "rnn", "confidence_head": True},
+    "no_markov": {"confidence_head": True},
+    "dflash": {},
+    "sliding": {"markov_rank": 3},
+}
+KINDS = (*HEADS, "eagle3")
+
+
+def randomise(shapes: Any, seed: int, gain: float = 1.0) -> Any:
+    """Arrays for a tree of shapes: matrices of scale `gain / sqrt(fan in)`, norm weights near 1, biases near 0."""
+    rng = np.random.default_rng(seed)
+
+    def fill(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        if len(leaf.shape) > 1:
+            return jnp.asarray(rng.normal(0, gain * leaf.shape[-1] ** -0.5, leaf.shape), jnp.float32)
+        centre = 1.0 if "norm" in path[-2].key else 0.0
+        return jnp.asarray(rng.normal(centre, 0.2, leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+@functools.lru_cache
+def random_target(vocab: int = VOCAB, max_position: int = 64, seed: int = 0) -> Target:
+    """A target whose greedy text is varied and whose distributions are neither flat nor sharp."""
+    config = dataclasses.replace(TARGET, vocab_size=vocab, max_position=max_position)
+    rng = np.random.default_rng(seed + 100)
+    table = lambda: jnp.asarray(rng.normal(0, 1, (vocab, WIDTH)) * 0.6, jnp.float32)
+    tables = TargetTables(embed=table(), head=table())
+    return Target("random", config, randomise(parameter_shapes(config), seed, 1.5), tables, None, (), jnp.float32)
+
+
+@functools.lru_cache
+def random_drafter(kind: str, block: int = BLOCK, vocab: int = VOCAB, seed: int = 1) -> Drafter:
+    """A drafter of one of `KINDS` for `random_target(vocab)`."""
+    layers = 2 if kind == "sliding" else 1
+    decoder = dataclasses.replace(
+        TARGET, family="qwen3", qk_norm=True, num_layers=layers, vocab_size=vocab,
+        layer_types=("sliding_attention", "full_attention") if kind == "sliding" else ("full_attention",),
+        sliding_window=3 if kind == "sliding" else None,
+    )  # fmt: skip
+    common: dict[str, Any] = {
+        "decoder": decoder, "target_layers": TARGET.num_layers, "target_layer_ids": TAPS, "block_size": block,
+    }  # fmt: skip
+    if kind == "eagle3":
+        config = DrafterConfig(kind="eagle3", **common)
+    else:
+        config = DrafterConfig(kind="dspark", mask_token_id=vocab - 1, **common, **HEADS[kind])
+    functions = functions_for(config)
+    width = len(TAPS) * WIDTH
+    shapes = jax.eval_shape(lambda key: functions.initialise(key, width), jax.random.key(0))
+    return Drafter(kind, config, randomise(shapes, seed), functions)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.nn import run
+from dspark_jax.nn.linear import Linear, RMSNorm, product
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    return (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 16), (5, 16), (2, 3, 5)))
+
+
+def test_float32_product():
+    x, weight, _ = operands()
+    np.testing.assert_allclose(product(x, weight, jnp.float32), np.asarray(x) @ np.asarray(weight).T, atol=1e-5)
+
+
+def test_bfloat16_product_accumulates_in_float32_both_ways():
+    """Rounded operands, exact sums: a bfloat16 accumulation of 16 terms would miss these bounds."""
+    x, weight, cotangent = operands()
+
+    @jax.jit
+    def run_product(x, weight, cotangent):
+        out, backward = jax.vjp(lambda x, w: product(x, w, jnp.bfloat16), x, weight)
+        return out, *backward(cotangent.astype(out.dtype))
+
+    out, dx, dw = run_product(x, weight, cotangent)
+    assert out.dtype == jnp.bfloat16 and dx.dtype == dw.dtype == jnp.float32, "gradients come in the inputs' own types"
+    low = lambda a: np.asarray(a.astype(jnp.bfloat16), np.float64)
+    half = 2.0**-8
+    np.testing.assert_allclose(np.asarray(out, np.float64), low(x) @ low(weight).T, rtol=half, atol=1e-6)
+    np.testing.assert_allclose(dx, low(cotangent) @ low(weight), rtol=half, atol=1e-6)
+    exact = np.einsum("bto,bti->oi", low(cotangent), low(x))
+    np.testing.assert_allclose(dw, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_linear_names_and_bias():
+    module = Linear(3, use_bias=True)
+    params = {"weight": jnp.asarray([[1.0, 0], [0, 2], [1, 1]]), "bias": jnp.asarray([0.5, 0, -1])}
+    np.testing.assert_array_equal(run(module, params, jnp.asarray([[3.0, 4.0]])), [[3.5, 8, 6]])
+
+
+def test_zero_init():
+    params = Linear(2, zero_init=True).init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+    assert params["weight"].shape == (2, 3) and not np.any(np.asarray(params["weight"]))
+
+
+def test_norm_multiplies_by_the_weight():
+    """Llama and Qwen3 convention; one plus the weight would give (1.69705, 3.39411) here."""
+    out = run(RMSNorm(0.0), {"weight": jnp.asarray([1.0, 2.0])}, jnp.asarray([3.0, 4.0]))
+    np.testing.assert_allclose(out, [0.848528, 2.262742], rtol=1e-6)
+
+
+def test_norm_computes_in_float32():
+    x = jnp.asarray([1e4, 1.0], jnp.bfloat16)
+    out = run(RMSNorm(1e-6, jnp.bfloat16), {"weight": jnp.ones(2)}, x)
+    exact = np.asarray(x, np.float64) / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8)
