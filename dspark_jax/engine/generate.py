@@ -40,7 +40,7 @@ def generate(
     top_k: PerPrompt = None,
     top_p: PerPrompt = None,
     min_p: PerPrompt = None,
-    seed: int | Sequence[int] = 0,
+    seed: int | np.integer | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     confidence_threshold: float = 0.0,
     block_size: int | None = None,
@@ -72,7 +72,8 @@ def generate(
     """
     ids = [_token_ids(target, prompt, i) for i, prompt in enumerate(prompts)]
     budgets = [_whole("max_new_tokens", x, 0) for x in _each("max_new_tokens", max_new_tokens, len(ids))]
-    seeds = [seed + i for i in range(len(ids))] if isinstance(seed, int) else _each("seed", seed, len(ids))
+    count = len(ids)
+    seeds = [seed + i for i in range(count)] if isinstance(seed, (int, np.integer)) else _each("seed", seed, count)
     settings = {
         name: _each(name, value, len(ids))
         for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
@@ -264,8 +265,8 @@ def _token_ids(target: Target, prompt: Prompt, index: int) -> list[int]:
         )
     if len(ids) >= target.config.max_position:
         raise ValueError(
-            f"prompt {index} has {len(ids)} tokens; the target's context of {target.config.max_position} leaves no room "
-            "for an answer: shorten it"
+            f"prompt {index} has {len(ids)} tokens; the target's context of {target.config.max_position} leaves no "
+            "room for an answer: shorten it"
         )
     return ids
 
