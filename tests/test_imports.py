@@ -17,7 +17,7 @@ LAYERS = (
     {"types", "config", "buckets", "files", "progress", "huggingface", "sampling", "sharding", "nn"},
     {"target", "draft", "spec", "data"},
     {"training", "engine", "evaluation"},
-    {"eval", "train", "regenerate", "calibrate", "profile", "convert", "compile", "bench", "cache"},
+    {"eval", "train", "regenerate", "calibrate", "profile", "convert", "compile", "bench", "cache", "curves"},
 )
 COMMANDS = LAYERS[-1]
 # Measuring needs a decoder to measure.

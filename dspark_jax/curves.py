@@ -1,0 +1,74 @@
+"""`python -m dspark_jax.curves`: draw training curves from the logs of one or more runs.
+
+    python -m dspark_jax.curves --run DSpark=runs/smollm2_dspark/metrics.jsonl --output docs/training.png
+
+Left: drafted tokens a round on the held-out rows (the probabilistic tau), against minutes of training. Right: accept
+rate by position at the last validation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurvesCommand:
+    """Draw training curves.
+
+    Attributes:
+        run: `NAME=metrics.jsonl` of each run, in the order of the legend.
+        output: picture to write.
+    """
+
+    run: tuple[str, ...]
+    output: Path
+
+
+def read_run(argument: str) -> tuple[str, list[dict[str, Any]]]:
+    """Name and validation lines of a `NAME=metrics.jsonl` argument.
+
+    Raises:
+        ValueError: no name, no file, or a log without validations.
+    """
+    name, _, path = argument.partition("=")
+    if not path:
+        raise ValueError(f"--run {argument!r} is not NAME=metrics.jsonl")
+    if not Path(path).is_file():
+        raise ValueError(f"--run {argument!r}: {path} does not exist; a training writes metrics.jsonl to its --output")
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    if not validations:
+        raise ValueError(f"{path} holds no validation: train with validate_every")
+    return name, validations
+
+
+def main(command: CurvesCommand) -> None:
+    """Run the command."""
+    runs = [read_run(argument) for argument in command.run]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, lines in runs:
+        minutes = [line["seconds"] / 60 for line in lines]
+        left.plot(minutes, [line["tau_probabilistic"] for line in lines], marker="o", markersize=3, label=name)
+        rates = lines[-1]["accept_rate"]
+        right.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, label=name)
+    left.set(xlabel="minutes of training", ylabel="probabilistic τ, held-out rows")
+    right.set(xlabel="position in the block", ylabel="accept rate at the last validation", ylim=(0, None))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    command.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(command.output, dpi=150)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(CurvesCommand, description=__doc__))
