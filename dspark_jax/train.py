@@ -12,14 +12,21 @@ import sys
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from rich.console import Console
 
-from dspark_jax.data.conversations import IngestOptions, load_corpus
-from dspark_jax.target.loading import load_target
+from dspark_jax.data.conversations import IngestOptions, TokenizedCorpus, load_corpus, split_validation
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.engine.generate import generate
+from dspark_jax.evaluation.summary import round_statistics
+from dspark_jax.spec.metrics import pool
+from dspark_jax.target.loading import Target, load_target
 from dspark_jax.training.config import TrainConfig, load_config
-from dspark_jax.training.loop import train
+from dspark_jax.training.loop import DecodeCheck, train
 
+DECODE_TOKENS = 64
+"""Tokens generated for each prompt of a real-decode check."""
 EXIT_INTERRUPTED = 75
 """EX_TEMPFAIL: try again."""
 
@@ -34,6 +41,22 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     return tyro.cli(TrainConfig, args=rest, default=load_config(known.config), description=__doc__)
 
 
+def decode_check(target: Target, corpus: TokenizedCorpus) -> DecodeCheck:
+    """Real speculative decoding of held-out prompts at temperature 1: what the training is for."""
+    _, held_out = split_validation(corpus)
+    rows = [held_out.row(i) for i in range(len(held_out))]
+    prompts = [tokens[: int(np.argmax(mask))].tolist() for tokens, mask in rows]
+
+    def check(drafter: Drafter, count: int) -> dict[str, float]:
+        answers = generate(target, drafter, prompts[:count], max_new_tokens=DECODE_TOKENS, temperature=1.0)
+        block = drafter.config.block_size
+        statistics = pool((round_statistics(answer, block) for answer in answers), block_size=block)
+        conditional = {f"conditional_{k + 1}": float(x) for k, x in enumerate(statistics.conditional_acceptance)}
+        return {"tau": float(statistics.tau), "rounds": float(statistics.rounds), **conditional}
+
+    return check
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     config = parse(sys.argv[1:] if arguments is None else arguments)
@@ -42,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = IngestOptions(max_length=config.sequence_length, min_loss_tokens=config.min_loss_tokens)
     corpus, summary = load_corpus(config.data, target.tokenizer, options, vocab_size=target.config.vocab_size)
     console.print(summary.table())
-    result = train(config, target, corpus, console=console)
+    check = None if config.decode_every is None else decode_check(target, corpus)
+    result = train(config, target, corpus, decode_check=check, console=console)
     console.print(
         f"{result.reason} after step {result.step:,} and {result.seconds / 60:.1f} minutes of training; "
         f"drafter: {config.output}/export/{result.step:06d}"
