@@ -104,9 +104,15 @@ class Stopwatch:
 
 
 def build_sources(
-    config: TrainConfig, target: Target, corpus: TokenizedCorpus
+    config: TrainConfig, target: Target, corpus: TokenizedCorpus, shards: int
 ) -> tuple[BatchSource, BatchSource | None]:
     """Split the corpus by row id and lay out training and validation batches.
+
+    Args:
+        config: the run.
+        target: gives the vocabulary and the drafter's shape.
+        corpus: tokenized conversations.
+        shards: parts the rows of a batch are split into.
 
     Raises:
         ValueError: the feature cache belongs to other taps or another target, or the corpus holds the mask token.
@@ -134,12 +140,14 @@ def build_sources(
     train = source(training, config.batch_size, config.packed)
     if config.validate_every is None:
         return train, None
-    if not len(held_out):
-        raise ValueError(
-            "validate_every is set, but no row id is divisible by 50: add data, or set it to None"
-        )
     # Unpacked rows: their number is known, so that small held-out sets still fill a batch.
     rows = min(config.batch_size // config.accumulation, len(held_out))
+    rows -= rows % shards
+    if not rows:
+        raise ValueError(
+            f"validate_every is set, but only {len(held_out)} row ids are divisible by 50, for {shards} shards of the "
+            "mesh: add data, or set it to None"
+        )
     return train, source(held_out, rows, False)
 
 
@@ -245,7 +253,7 @@ class Run:
         rows, shards = config.batch_size // config.accumulation, row_shards(self.mesh)
         if rows % shards:
             raise ValueError(f"{rows} rows an accumulation step do not divide over {shards} shards of the mesh")
-        self.source, self.validation = build_sources(config, target, corpus)
+        self.source, self.validation = build_sources(config, target, corpus, shards)
         self.total_steps = config.steps or (config.epochs or 0) * self.source.batches_per_epoch
         self.step = create_step(config, target, self.total_steps, sampled_vocabulary(config, corpus))
         self.checkpoints = Checkpoints(config.output, self.step.functions, config.keep_checkpoints, to_json(config))
