@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BUILT_IN = Path(__file__).resolve().parents[1] / "prompts"
-# All between 65 and 128 tokens in SmolLM2's template: one prefill program a system, as compiling is half of a short run.
+# All between 65 and 128 tokens in SmolLM2's template: one prefill program a system, as a short run is half compiling.
 _BUILT_IN_DOMAINS = ("math", "code", "chat")
 
 
