@@ -42,4 +42,5 @@ config = TrainConfig(
     log_every=20,
     validate_every=400,
     validation_batches=8,
+    decode_every=800,
 )

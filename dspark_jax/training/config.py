@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from dspark_jax.config import DecoderConfig, DrafterConfig, HeadType, spread_layer_ids
+from dspark_jax.config import DecoderConfig, DrafterConfig, HeadType, LayerType, spread_layer_ids
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
 
@@ -167,6 +167,7 @@ def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
         ValueError: taps or a mask token that the target does not have.
     """
     shape = config.drafter
+    full: tuple[LayerType, ...] = ("full_attention",)
     decoder = dataclasses.replace(
         target,
         family="qwen3",
@@ -176,7 +177,7 @@ def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
         num_layers=shape.layers,
         intermediate_size=shape.intermediate_size or target.intermediate_size,
         tie_word_embeddings=False,
-        layer_types=("full_attention",) * shape.layers,
+        layer_types=full * shape.layers,
         sliding_window=None,
     )
     common: dict[str, Any] = {
