@@ -1,0 +1,287 @@
+"""The drafter contract, one suite for every kind: what `init`, `extend` and `propose` promise to the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_models import BLOCK, HEADS, KINDS, TAPS, VOCAB, WIDTH, random_drafter, random_target
+
+from dspark_jax.draft.loading import functions_for
+from dspark_jax.nn.attention import make_plan
+from dspark_jax.sampling import Purpose, make_sampling, probabilities, request_keys, sample, uniforms
+from dspark_jax.types import RaggedTokens, TargetFeatures
+
+SLOTS, ROWS, PADDING, LENGTH = 3, 7, 2, 20
+TABLES = random_target().tables
+LENGTHS = (7, 5, 6)
+EVERYONE = np.ones(SLOTS, bool)
+SEEDS = np.array([3, 14, 15], np.uint32)
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def text(seed=0):
+    """Tokens and tapped states of every slot: any will do, the drafter cannot know that no target made them."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (SLOTS, LENGTH)).astype(np.int32)
+    return tokens, rng.normal(size=(SLOTS, LENGTH, len(TAPS) * WIDTH)).astype(np.float32)
+
+
+TEXT = text()
+
+
+@functools.lru_cache
+def extend_program(kind):
+    drafter = random_drafter(kind)
+
+    @jax.jit
+    def extend(params, state, batch, taps, next_tokens, lengths):
+        plan = make_plan(batch, SLOTS, ROWS)
+        features = TargetFeatures(taps=taps)
+        return drafter.functions.extend(params, TABLES, state, plan, features, next_tokens, lengths)
+
+    return functools.partial(extend, drafter.params)
+
+
+def feed(kind, state, spans, lengths, source=TEXT, junk=0.0):
+    """Extend by spans `(slot, row of the text, start, stop)`; padding rows follow and hold `junk`."""
+    tokens, taps = source
+    count = SLOTS * ROWS + PADDING
+    slots, positions, following = np.full(count, SLOTS, np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
+    features = np.full((count, taps.shape[-1]), junk, np.float32)
+    at = 0
+    for slot, row, start, stop in spans:
+        part = slice(at, at + stop - start)
+        slots[part], positions[part] = slot, np.arange(start, stop)
+        following[part], features[part] = tokens[row, start + 1 : stop + 1], taps[row, start:stop]
+        at += stop - start
+    batch = RaggedTokens(tokens=jnp.zeros(count, jnp.int32), slots=jnp.asarray(slots), positions=jnp.asarray(positions))
+    return extend_program(kind)(state, batch, jnp.asarray(features), jnp.asarray(following), jnp.asarray(lengths))
+
+
+@functools.lru_cache
+def empty(kind):
+    return random_drafter(kind).functions.init(SLOTS, LENGTH)
+
+
+@functools.lru_cache
+def filled(kind):
+    """Slots with the first 7, 5 and 6 tokens of their text, the next token being the anchor."""
+    return feed(kind, empty(kind), [(s, s, 0, n) for s, n in enumerate(LENGTHS)], LENGTHS)
+
+
+@functools.lru_cache
+def propose_program(kind, mode, block):
+    drafter = random_drafter(kind)
+
+    @jax.jit
+    def propose(params, state, anchors, lengths, active, seeds):
+        sampling = make_sampling(SLOTS, vocab_size=VOCAB, temperature=[0.9, 0.6, 1.0]).replace(mode=mode)
+        keys = request_keys(seeds)
+        return drafter.functions.propose(params, TABLES, state, anchors, lengths, active, keys, sampling, block)
+
+    return functools.partial(propose, drafter.params)
+
+
+def propose(kind, state, lengths=LENGTHS, source=TEXT, rows=(0, 1, 2), active=EVERYONE, seeds=SEEDS, mode="plain",
+            block=BLOCK):  # fmt: skip
+    lengths = jnp.asarray(lengths, jnp.int32)
+    anchors = jnp.asarray(source[0][np.asarray(rows), np.asarray(lengths)])
+    return propose_program(kind, mode, block)(state, anchors, lengths, jnp.asarray(active), jnp.asarray(seeds))
+
+
+def assert_same_proposal(ours, theirs, rows=slice(None), other_rows=slice(None)):
+    for name in ("tokens", "probs", "confidence_logits", "num_valid"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            np.testing.assert_allclose(np.asarray(a)[rows], np.asarray(b)[other_rows], atol=2e-5, err_msg=name)
+
+
+@functools.lru_cache
+def train_program(kind, block):
+    """Teacher-forced logits and confidences of whole rows: of two blocks a row, or of EAGLE-3's steps at all rows."""
+    drafter = random_drafter(kind)
+    functions = functions_for(dataclasses.replace(drafter.config, block_size=block))
+    positions = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (SLOTS, 1))
+
+    @jax.jit
+    def blocks(params, tokens, taps, segments, anchors, labels):
+        keep = jnp.ones(anchors.shape, bool)
+        out = functions.train_blocks(params, TABLES, taps, tokens, positions, segments, anchors, keep, labels)
+        logits = TABLES.logits(out.hidden)
+        if out.markov is not None:
+            logits = logits + out.markov @ params["markov_head"]["markov_w2"]["weight"].T
+        return logits, out.confidence_logits
+
+    @jax.jit
+    def steps(params, tokens, taps, segments):
+        return TABLES.logits(functions.train_states(params, TABLES, taps, tokens, positions, segments))
+
+    return functools.partial(steps if kind == "eagle3" else blocks, drafter.params)
+
+
+def training_logits(kind, drafted, block):
+    """Logits and confidences that training computes for the blocks `drafted` after the texts of `filled`."""
+    tokens, taps = (jnp.asarray(x) for x in TEXT)
+    lengths = np.asarray(LENGTHS)
+    if kind != "eagle3":
+        anchors = jnp.asarray(np.stack([lengths, lengths - 2], 1), jnp.int32)
+        labels = jnp.stack([drafted, drafted[:, ::-1]], 1)
+        ones = jnp.ones(tokens.shape, jnp.int32)
+        logits, confidence = train_program(kind, block)(tokens, taps, ones, anchors, labels)
+        return logits[:, 0], None if confidence is None else confidence[:, 0]
+    rows = np.array(TEXT[0])
+    for s, n in enumerate(LENGTHS):
+        rows[s, n + 1 : n + 1 + block] = drafted[s]
+    segments = jnp.asarray(np.arange(LENGTH) < lengths[:, None] + 1 + block, jnp.int32)
+    logits = train_program(kind, block)(jnp.asarray(rows), taps, segments)
+    return logits[jnp.arange(SLOTS), lengths - 1], None
+
+
+@every_kind
+def test_chunks_equal_one_extension(kind):
+    state = feed(kind, empty(kind), [(2, 2, 0, 2), (0, 0, 0, 4), (1, 1, 0, 5)], (4, 5, 2))
+    state = feed(kind, state, [(0, 0, 4, 7), (2, 2, 2, 6)], LENGTHS)
+    assert_same_proposal(propose(kind, state)[1], propose(kind, filled(kind))[1])
+
+
+@every_kind
+def test_rejected_rows_change_nothing(kind):
+    """Rows past the committed length carry another text's tokens and features; later rows overwrite them."""
+    junk = text(seed=9)
+    state = feed(kind, filled(kind), [(0, 0, 7, 9), (1, 1, 5, 10), (2, 2, 6, 13)], LENGTHS, source=junk)
+    assert_same_proposal(propose(kind, state)[1], propose(kind, filled(kind))[1])
+    longer = (9, 6, 10)
+    spans = [(s, s, a, b) for s, (a, b) in enumerate(zip(LENGTHS, longer, strict=True))]
+    after, clean = (feed(kind, s, spans, longer) for s in (state, filled(kind)))
+    assert_same_proposal(propose(kind, after, longer)[1], propose(kind, clean, longer)[1])
+
+
+@every_kind
+def test_a_proposal_leaves_no_trace(kind):
+    """Drafting, then extending by what was committed, equals never having drafted."""
+    drafted, _ = propose(kind, filled(kind))
+    assert_same_proposal(propose(kind, drafted)[1], propose(kind, filled(kind))[1])
+    longer, spans = (8, 9, 6), [(0, 0, 7, 8), (1, 1, 5, 9)]
+    after, clean = (feed(kind, s, spans, longer) for s in (drafted, filled(kind)))
+    assert_same_proposal(propose(kind, after, longer)[1], propose(kind, clean, longer)[1])
+
+
+@every_kind
+def test_padding_rows_write_nothing(kind):
+    state = feed(kind, filled(kind), [], LENGTHS, junk=np.nan)
+    jax.tree.map(np.testing.assert_array_equal, state, filled(kind))
+    some = feed(kind, filled(kind), [(1, 1, 5, 7)], (7, 7, 6), junk=np.nan)
+    assert_same_proposal(propose(kind, some, (7, 7, 6))[1], propose(kind, filled(kind))[1], [0, 2], [0, 2])
+
+
+@every_kind
+def test_inactive_slots_are_left_alone(kind):
+    active = np.array([True, False, True])
+    state, proposal = propose(kind, filled(kind), active=active)
+    own = lambda tree: jax.tree.map(lambda x: x[1], tree)
+    jax.tree.map(np.testing.assert_array_equal, own(state), own(filled(kind)))
+    assert_same_proposal(proposal, propose(kind, filled(kind))[1], [0, 2], [0, 2])
+
+
+@every_kind
+def test_slots_are_independent_and_interchangeable(kind):
+    order = [2, 0, 1]  # slot s holds text order[s]
+    lengths = [LENGTHS[i] for i in order]
+    state = feed(kind, empty(kind), [(s, order[s], 0, lengths[s]) for s in (1, 2, 0)], lengths)
+    # Temperatures belong to slots here, so equality is of the greedy proposals and of what precedes sampling.
+    _, moved = propose(kind, state, lengths, rows=order, seeds=SEEDS[order], mode="greedy")
+    _, home = propose(kind, filled(kind), mode="greedy")
+    assert_same_proposal(moved, home, slice(None), order)
+
+    others = text(seed=5)
+    mixed = tuple(np.concatenate([x[:1], y[1:]]) for x, y in zip(others, TEXT, strict=True))
+    state = feed(kind, empty(kind), [(s, s, 0, n) for s, n in enumerate((3, 5, 6))], (3, 5, 6), source=mixed)
+    _, proposal = propose(kind, state, (3, 5, 6), source=mixed)
+    assert_same_proposal(proposal, propose(kind, filled(kind))[1], [1, 2], [1, 2])
+
+
+@every_kind
+@pytest.mark.parametrize("block", [BLOCK, 2])
+def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
+    """Labels being the drafted tokens: same logits, so same distributions, draws and confidences."""
+    if block != BLOCK and kind not in ("vanilla", "sliding", "eagle3"):
+        pytest.skip("a shorter block is the same code for this kind as for `vanilla`")
+    _, proposal = propose(kind, filled(kind), block=block)
+    logits, confidence = training_logits(kind, proposal.tokens, block)
+    sampling = make_sampling(SLOTS, vocab_size=VOCAB, temperature=[0.9, 0.6, 1.0])
+    expected = probabilities(logits, sampling)
+    np.testing.assert_allclose(proposal.probs, expected, atol=2e-5)
+    np.testing.assert_allclose(np.sum(proposal.probs, -1), 1, atol=1e-6)
+    slots = jnp.tile(jnp.arange(block), (SLOTS, 1))
+    draws = uniforms(request_keys(jnp.asarray(SEEDS)), jnp.asarray(LENGTHS), Purpose.PROPOSE, slots)
+    np.testing.assert_array_equal(proposal.tokens, sample(proposal.probs, draws))
+    assert (proposal.confidence_logits is None) == (not random_drafter(kind).config.confidence_head)
+    if confidence is not None:
+        np.testing.assert_allclose(proposal.confidence_logits, confidence, atol=2e-5)
+    np.testing.assert_array_equal(proposal.num_valid, block)
+
+
+@every_kind
+def test_greedy_proposals_are_the_argmax_of_training_logits(kind):
+    _, proposal = propose(kind, filled(kind), mode="greedy")
+    logits, _ = training_logits(kind, proposal.tokens, BLOCK)
+    np.testing.assert_array_equal(proposal.tokens, jnp.argmax(logits, -1))
+    assert proposal.probs is None, "greedy drafts are deterministic: q is one-hot"
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_tokens_after_an_anchor_never_change_its_block(kind):
+    """Nor do the tapped states from the anchor on, nor the other block of the row."""
+    (tokens, taps), (other_tokens, other_taps) = TEXT, text(seed=7)
+    anchors = np.array([[9, 4], [6, 6], [12, 3]], np.int32)
+    labels = np.random.default_rng(2).integers(0, VOCAB, (SLOTS, 2, BLOCK)).astype(np.int32)
+    ones = jnp.ones(tokens.shape, jnp.int32)
+    run = train_program(kind, BLOCK)
+    logits, confidence = run(jnp.asarray(tokens), jnp.asarray(taps), ones, jnp.asarray(anchors), jnp.asarray(labels))
+    index, first = np.arange(LENGTH), anchors[:, :1]
+    changed_tokens = np.where(index > first, other_tokens, tokens)
+    changed_taps = np.where((index >= first)[..., None], other_taps, taps)
+    moved = np.stack([anchors[:, 0], [2, 1, 0]], 1)
+    relabelled = np.stack([labels[:, 0], labels[:, 1][:, ::-1]], 1)
+    again, confidence_again = run(
+        jnp.asarray(changed_tokens), jnp.asarray(changed_taps), ones, jnp.asarray(moved), jnp.asarray(relabelled)
+    )
+    np.testing.assert_allclose(again[:, 0], logits[:, 0], atol=1e-5)
+    assert not np.allclose(again[:, 1], logits[:, 1], atol=1e-2)
+    if confidence is not None:
+        np.testing.assert_allclose(confidence_again[:, 0], confidence[:, 0], atol=1e-5)
+
+
+def test_later_tokens_never_change_eagle3_steps():
+    """Step t at position i reads tokens up to i+1+t and features up to i."""
+    (tokens, taps), (other_tokens, other_taps) = TEXT, text(seed=7)
+    last, index = 6, np.arange(LENGTH)
+    run, ones = train_program("eagle3", BLOCK), jnp.ones(tokens.shape, jnp.int32)
+    logits = run(jnp.asarray(tokens), jnp.asarray(taps), ones)
+    changed = run(
+        jnp.asarray(np.where(index > last + BLOCK, other_tokens, tokens)),
+        jnp.asarray(np.where((index > last)[:, None], other_taps, taps)),
+        ones,
+    )
+    np.testing.assert_allclose(changed[:, : last + 1], logits[:, : last + 1], atol=1e-5)
+    assert not np.allclose(changed[:, last + 1 :], logits[:, last + 1 :], atol=1e-2)
+
+
+@every_kind
+def test_br30_a_reused_slot_equals_a_fresh_one(kind):
+    """(c) A slot that held 12 tokens and a proposal, then 5 of another text, drafts like one that never did."""
+    state = feed(kind, filled(kind), [(0, 0, 7, 12)], (12, 5, 6))
+    state, _ = propose(kind, state, (12, 5, 6))
+    second, lengths = text(seed=8), (5, 3, 1)
+    spans = [(s, s, 0, n) for s, n in enumerate(lengths)]
+    reused = feed(kind, state, spans, lengths, source=second)
+    fresh = feed(kind, empty(kind), spans, lengths, source=second)
+    ours, theirs = (propose(kind, s, lengths, source=second)[1] for s in (reused, fresh))
+    assert_same_proposal(ours, theirs)
