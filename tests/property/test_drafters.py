@@ -132,16 +132,16 @@ def training_logits(kind, drafted, block):
     lengths = np.asarray(LENGTHS)
     if kind != "eagle3":
         anchors = jnp.asarray(np.stack([lengths, lengths - 2], 1), jnp.int32)
-        labels = jnp.stack([drafted, drafted[:, ::-1]], 1)
-        ones = jnp.ones(tokens.shape, jnp.int32)
+        labels = jnp.asarray(np.stack([drafted, drafted[:, ::-1]], 1))
+        ones = jnp.asarray(np.ones(tokens.shape, np.int32))
         logits, confidence = train_program(kind, block)(tokens, taps, ones, anchors, labels)
-        return logits[:, 0], None if confidence is None else confidence[:, 0]
+        return np.asarray(logits)[:, 0], None if confidence is None else np.asarray(confidence)[:, 0]
     rows = np.array(TEXT[0])
     for s, n in enumerate(LENGTHS):
         rows[s, n + 1 : n + 1 + block] = drafted[s]
     segments = jnp.asarray(np.arange(LENGTH) < lengths[:, None] + 1 + block, jnp.int32)
     logits = train_program(kind, block)(jnp.asarray(rows), taps, segments)
-    return logits[jnp.arange(SLOTS), lengths - 1], None
+    return np.asarray(logits)[np.arange(SLOTS), lengths - 1], None
 
 
 @every_kind
@@ -207,6 +207,15 @@ def test_slots_are_independent_and_interchangeable(kind):
     assert_same_proposal(proposal, propose(kind, filled(kind))[1], [1, 2], [1, 2])
 
 
+@jax.jit
+def law_and_draws(logits, probs):
+    """The distributions of logits, and the tokens that the requests' own random numbers draw from `probs`."""
+    sampling = make_sampling(SLOTS, vocab_size=VOCAB, temperature=[0.9, 0.6, 1.0])
+    slots = jnp.tile(jnp.arange(probs.shape[1]), (SLOTS, 1))
+    draws = uniforms(request_keys(jnp.asarray(SEEDS)), jnp.asarray(LENGTHS), Purpose.PROPOSE, slots)
+    return probabilities(logits, sampling), sample(probs, draws)
+
+
 @every_kind
 @pytest.mark.parametrize("block", [BLOCK, 2])
 def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
@@ -214,14 +223,11 @@ def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
     if block != BLOCK and kind not in ("vanilla", "sliding", "eagle3"):
         pytest.skip("a shorter block is the same code for this kind as for `vanilla`")
     _, proposal = propose(kind, filled(kind), block=block)
-    logits, confidence = training_logits(kind, proposal.tokens, block)
-    sampling = make_sampling(SLOTS, vocab_size=VOCAB, temperature=[0.9, 0.6, 1.0])
-    expected = probabilities(logits, sampling)
+    logits, confidence = training_logits(kind, np.asarray(proposal.tokens), block)
+    expected, drawn = law_and_draws(logits, proposal.probs)
     np.testing.assert_allclose(proposal.probs, expected, atol=2e-5)
-    np.testing.assert_allclose(np.sum(proposal.probs, -1), 1, atol=1e-6)
-    slots = jnp.tile(jnp.arange(block), (SLOTS, 1))
-    draws = uniforms(request_keys(jnp.asarray(SEEDS)), jnp.asarray(LENGTHS), Purpose.PROPOSE, slots)
-    np.testing.assert_array_equal(proposal.tokens, sample(proposal.probs, draws))
+    np.testing.assert_allclose(np.sum(np.asarray(proposal.probs), -1), 1, atol=1e-6)
+    np.testing.assert_array_equal(proposal.tokens, drawn)
     assert (proposal.confidence_logits is None) == (not random_drafter(kind).config.confidence_head)
     if confidence is not None:
         np.testing.assert_allclose(proposal.confidence_logits, confidence, atol=2e-5)
@@ -231,8 +237,8 @@ def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
 @every_kind
 def test_greedy_proposals_are_the_argmax_of_training_logits(kind):
     _, proposal = propose(kind, filled(kind), mode="greedy")
-    logits, _ = training_logits(kind, proposal.tokens, BLOCK)
-    np.testing.assert_array_equal(proposal.tokens, jnp.argmax(logits, -1))
+    logits, _ = training_logits(kind, np.asarray(proposal.tokens), BLOCK)
+    np.testing.assert_array_equal(proposal.tokens, np.argmax(logits, -1))
     assert proposal.probs is None, "greedy drafts are deterministic: q is one-hot"
 
 
