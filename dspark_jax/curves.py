@@ -25,7 +25,7 @@ class CurvesCommand:
         output: picture to write.
     """
 
-    run: tuple[str, ...]
+    run: tyro.conf.UseAppendAction[tuple[str, ...]]
     output: Path
 
 

@@ -92,12 +92,14 @@ class Drafter:
         config: what it is.
         params: its parameters.
         functions: the contract's three functions.
+        tables: the target's embedding and head, shared with it; None where the drafter stands alone.
     """
 
     name: str
     config: DrafterConfig
     params: Params
     functions: DrafterFunctions
+    tables: TargetTables | None = None
 
 
 def chooser(sampling: Sampling, keys: jax.Array, positions: Int[Array, "S"]):

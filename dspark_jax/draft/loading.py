@@ -62,7 +62,8 @@ def load_drafter(name_or_path: str, target: Any) -> Drafter:
     for name in _TARGET_TENSORS:
         _check_target_tensor(name, tensors.pop(name, None), target.tables, folder)
     functions = functions_for(config, target.dtype)
-    return Drafter(name_or_path, config, arrange_params(functions, tensors, str(folder)), functions)
+    params = arrange_params(functions, tensors, str(folder))
+    return Drafter(name_or_path, config, params, functions, target.tables)
 
 
 def arrange_params(functions: DSparkFunctions | Eagle3Functions, tensors: dict[str, np.ndarray], where: str) -> Params:
@@ -102,7 +103,6 @@ def save_drafter(
     path: str | Path,
     *,
     include_target_tensors: bool = False,
-    tables: TargetTables | None = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Write a drafter in the DeepSpec layout, weights as bfloat16.
@@ -111,18 +111,20 @@ def save_drafter(
         drafter: what to save.
         path: folder, created if needed; files are replaced atomically, weights before the config.
         include_target_tensors: also write `embed_tokens.weight` and `lm_head.weight`, which other engines expect.
-        tables: the target's tables; needed with `include_target_tensors`.
         extra: further entries of `config.json` (training provenance).
 
     Raises:
-        ValueError: `include_target_tensors` without `tables`.
+        ValueError: `include_target_tensors` for a drafter that was not loaded with its target.
     """
     tensors = {tensor_name(p): np.asarray(x, ml_dtypes.bfloat16) for p, x in _leaves(drafter.params)}
     if include_target_tensors:
-        if tables is None:
-            raise ValueError("include_target_tensors needs the target's tables: pass tables=target.tables")
-        tensors["embed_tokens.weight"] = np.asarray(tables.embed, ml_dtypes.bfloat16)
-        tensors["lm_head.weight"] = np.asarray(tables.head, ml_dtypes.bfloat16)
+        if drafter.tables is None:
+            raise ValueError(
+                f"include_target_tensors: drafter {drafter.name!r} came without its target's tables; load it with "
+                "load_drafter(path, target)"
+            )
+        tensors["embed_tokens.weight"] = np.asarray(drafter.tables.embed, ml_dtypes.bfloat16)
+        tensors["lm_head.weight"] = np.asarray(drafter.tables.head, ml_dtypes.bfloat16)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "model.safetensors") as f:
