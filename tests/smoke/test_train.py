@@ -1,0 +1,102 @@
+"""`python -m dspark_jax.train` from a target folder, a conversation file and a config file to a drafter that loads."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+import tiny_models
+
+from dspark_jax import cache, train
+from dspark_jax.draft.loading import load_drafter
+from dspark_jax.target.loading import load_target
+from dspark_jax.training import loop
+
+CONFIG = '''"""A run that takes seconds."""
+
+from pathlib import Path
+
+from dspark_jax.training.config import DrafterShape, MeshShape, TrainConfig
+
+config = TrainConfig(
+    drafter=DrafterShape(
+        kind="dspark", layers=1, intermediate_size=16, block_size=3, taps=(0, 2), mask_token_id={mask}, markov_rank=4,
+        confidence_head=True,
+    ),
+    target="{folder}/target",
+    data=(Path("{folder}/chats.jsonl"),),
+    output=Path("{folder}/run"),
+    steps=3,
+    sequence_length=96,
+    batch_size=2,
+    num_anchors=4,
+    dtype="float32",
+    validate_every=2,
+    log_every=1,
+    mesh=MeshShape(data=1),
+)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    tiny_models.write_target(folder / "target")
+    with open(folder / "chats.jsonl", "w") as file:
+        for i in range(12):
+            row = {"id": f"chat-{i}", "prompt": f"count {i}", "response": "one two three four " * (1 + i % 3)}
+            file.write(json.dumps({**row, "finish": "stop"}) + "\n")
+    (folder / "tiny.py").write_text(CONFIG.format(folder=folder, mask=tiny_models.MASK))
+    return folder
+
+
+def records(path: Path):
+    return [json.loads(x) for x in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_interrupted_continued_and_exported(folder, monkeypatch):
+    command = ["--config", str(folder / "tiny.py")]
+    with monkeypatch.context() as patch:
+        original = loop.Run.read_metrics
+
+        def read(self, keep):
+            signal.raise_signal(signal.SIGTERM)
+            return original(self, keep)
+
+        patch.setattr(loop.Run, "read_metrics", read)
+        assert train.main(command) == train.EXIT_INTERRUPTED == 75
+    assert train.main(command) == 0
+    assert [x["step"] for x in records(folder / "run") if x["kind"] == "train"] == [1, 2, 3]
+    target = load_target(str(folder / "target"))
+    drafter = load_drafter(str(folder / "run" / "export" / "000003"), target)
+    assert drafter.config.name == "DSpark" and drafter.config.block_size == 3
+
+
+def test_cached_features_train_the_same_drafter(folder):
+    """The cache rounds features to bfloat16, so the losses agree to its precision only."""
+    output, features = folder / "cached", folder / "features"
+    settings = {"target": str(folder / "target"), "taps": (0, 2), "max_length": 96, "dtype": "float32"}
+    cache.main(cache.CacheCommand(data=(folder / "chats.jsonl",), output=features, **settings))
+    overrides = ["--output", str(output), "--features-cache", str(features), "--steps", "1", "--validate-every", "None"]
+    assert train.main(["--config", str(folder / "tiny.py"), *overrides]) == 0
+    (online,) = (x for x in records(folder / "run") if x["kind"] == "train" and x["step"] == 1)
+    (cached,) = (x for x in records(output) if x["kind"] == "train")
+    assert cached["blocks"] == online["blocks"]
+    assert jnp.allclose(cached["ce"], online["ce"], rtol=0.02)
+
+
+def test_a_cache_of_other_taps_is_refused(folder):
+    overrides = [
+        "--output",
+        str(folder / "other"),
+        "--features-cache",
+        str(folder / "features"),
+        "--drafter.taps",
+        "0",
+        "1",
+    ]
+    with pytest.raises(ValueError, match=r"target_layer_ids \[0, 2\], this run has \[0, 1\]"):
+        train.main(["--config", str(folder / "tiny.py"), *overrides])
