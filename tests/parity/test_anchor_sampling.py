@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from goldens import golden_cases
 
 from dspark_jax.training.anchors import candidate_mask, choose_anchors, draw_anchors, row_keys
 
 
 @pytest.mark.parametrize("case", ["plenty", "few", "none", "short", "len1"])
-def test_given_uniforms(goldens, case):
-    data = np.load(goldens / "anchor_sampling" / "expected.npz")
+@pytest.mark.parametrize("folder", golden_cases("anchor_sampling*"), ids=lambda f: f.name)
+def test_given_uniforms(folder, case):
+    data = np.load(folder / "expected.npz")
     mask = jnp.asarray(data[f"{case}/loss_mask"], bool)
     candidates = candidate_mask(mask, jnp.ones(mask.shape, jnp.int32))
     np.testing.assert_array_equal(candidates, data[f"{case}/candidate_mask"])

@@ -34,8 +34,10 @@ def load(folder, **changes):
     for name in ("embed_tokens.weight", "lm_head.weight"):
         tensors.pop(name, None)
     functions = functions_for(config)
-    target_name = json.loads((folder / "meta.json").read_text())["settings"]["tgt"]
-    target = load_target(str(folder.parent / target_name), dtype=jnp.float32)
+    target_folder = folder.parent / json.loads((folder / "meta.json").read_text())["settings"]["tgt"]
+    if not target_folder.is_dir():
+        pytest.skip(f"{folder.name} drafts for {target_folder}, which is not there: set DSPARK_GOLDENS to all of them")
+    target = load_target(str(target_folder), dtype=jnp.float32)
     return target, Drafter(folder.name, config, arrange_params(functions, tensors, str(folder)), functions)
 
 
@@ -169,8 +171,8 @@ def release_run(run):
 @pytest.mark.parametrize("folder", BLOCK + EAGLE, ids=lambda p: p.name)
 def test_speculative_generation(folder):
     """Every run of the release: tokens exactly, accepted lengths round by round, and equal to plain decoding."""
-    runs = json.loads((folder / "specgen.json").read_text())
     target, drafter = load(folder)
+    runs = json.loads((folder / "specgen.json").read_text())
     groups: dict[tuple, list] = {}
     for name, run in runs.items():
         stops = tuple(t for t in run["stop_token_ids"] or () if t < 199)
