@@ -53,6 +53,15 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def features(folder):
+    """A cache of the conversations' features at the config's taps."""
+    output = folder / "features"
+    settings = {"target": str(folder / "target"), "taps": (0, 2), "max_length": 96, "dtype": "float32"}
+    cache.main(cache.CacheCommand(data=(folder / "chats.jsonl",), output=output, **settings))
+    return output
+
+
 def records(path: Path):
     return [json.loads(x) for x in (path / "metrics.jsonl").read_text().splitlines()]
 
@@ -75,25 +84,23 @@ def test_a_run_is_interrupted_continued_and_exported(folder, monkeypatch):
     assert drafter.config.name == "DSpark" and drafter.config.block_size == 3
 
 
-def test_cached_features_train_the_same_drafter(folder):
+def test_cached_features_train_the_same_drafter(folder, features):
     """The cache rounds features to bfloat16, so the losses agree to its precision only."""
-    output, features = folder / "cached", folder / "features"
-    settings = {"target": str(folder / "target"), "taps": (0, 2), "max_length": 96, "dtype": "float32"}
-    cache.main(cache.CacheCommand(data=(folder / "chats.jsonl",), output=features, **settings))
-    overrides = ["--output", str(output), "--features-cache", str(features), "--steps", "1", "--validate-every", "None"]
-    assert train.main(["--config", str(folder / "tiny.py"), *overrides]) == 0
-    (online,) = (x for x in records(folder / "run") if x["kind"] == "train" and x["step"] == 1)
-    (cached,) = (x for x in records(output) if x["kind"] == "train")
+    common = ["--config", str(folder / "tiny.py"), "--steps", "1", "--validate-every", "None"]
+    assert train.main([*common, "--output", str(folder / "online")]) == 0
+    assert train.main([*common, "--output", str(folder / "cached"), "--features-cache", str(features)]) == 0
+    (online,) = (x for x in records(folder / "online") if x["kind"] == "train")
+    (cached,) = (x for x in records(folder / "cached") if x["kind"] == "train")
     assert cached["blocks"] == online["blocks"]
     assert jnp.allclose(cached["ce"], online["ce"], rtol=0.02)
 
 
-def test_a_cache_of_other_taps_is_refused(folder):
+def test_a_cache_of_other_taps_is_refused(folder, features):
     overrides = [
         "--output",
         str(folder / "other"),
         "--features-cache",
-        str(folder / "features"),
+        str(features),
         "--drafter.taps",
         "0",
         "1",
