@@ -182,7 +182,7 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
 
 
 def config_json(config: DrafterConfig) -> dict[str, Any]:
-    """The `config.json` of a drafter; `drafter_config` reads it back to an equal config."""
+    """The `config.json` of a drafter; `drafter_config` reads it back (empty `layer_types` come back spelled out)."""
     d = config.decoder
     shape = {
         "model_type": d.family,
