@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -85,6 +86,8 @@ class DrafterConfig:
         markov_rank: 0 means no sequential head.
         num_anchors: anchors per row in training (recorded in checkpoints).
         step_loss_decay: EAGLE-3's factor between training-time-test steps.
+        confidence_temperatures: calibration (SPEC §8): what `propose` divides the confidence logit of each position by;
+            None leaves the logits as trained. Training never sees them.
     """
 
     kind: Literal["dspark", "eagle3"]
@@ -99,8 +102,10 @@ class DrafterConfig:
     confidence_with_markov: bool = True
     num_anchors: int = 512
     step_loss_decay: float = 0.8
+    confidence_temperatures: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._check_temperatures()
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, found {self.block_size}")
         if not self.target_layer_ids:
@@ -127,6 +132,20 @@ class DrafterConfig:
                 raise ValueError(
                     f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.decoder.vocab_size}"
                 )
+
+    def _check_temperatures(self) -> None:
+        temperatures = self.confidence_temperatures
+        if temperatures is None:
+            return
+        if not self.confidence_head:
+            raise ValueError("confidence_temperatures are set, but the drafter has no confidence head: leave them out")
+        if len(temperatures) != self.block_size:
+            raise ValueError(
+                f"confidence_temperatures has {len(temperatures)} entries for a block of {self.block_size}: expected "
+                "one a position; calibrate again, or leave them out"
+            )
+        if not all(math.isfinite(t) and t > 0 for t in temperatures):
+            raise ValueError(f"confidence_temperatures are {temperatures}: expected finite numbers above 0")
 
     @property
     def confidence_features(self) -> bool:

@@ -145,9 +145,21 @@ class DSparkFunctions:
         )
         confidence = None
         if self.config.confidence_head:
-            confidence = run(self.module, params, hidden, previous, method="confidence")
+            confidence = self._calibrated(run(self.module, params, hidden, previous, method="confidence"))
         num_valid = jnp.full((slots,), block_size, jnp.int32)
         return DSparkState(tuple(caches)), Proposal(tokens, probs, confidence, num_valid)
+
+    def _calibrated(self, logits: Float[Array, "S G"]) -> Float[Array, "S G"]:
+        """Divide each position's logit by its fitted temperature: the only place where calibration is applied."""
+        temperatures = self.config.confidence_temperatures
+        if temperatures is None:
+            return logits
+        if logits.shape[1] > len(temperatures):
+            raise ValueError(
+                f"block_size is {logits.shape[1]}, but the drafter's confidences are calibrated for "
+                f"{len(temperatures)} positions: ask for no more, or take the temperatures out of its config.json"
+            )
+        return logits / jnp.asarray(temperatures[: logits.shape[1]], logits.dtype)
 
     def initialise(self, key: jax.Array, tap_width: int) -> Params:
         """Random parameters; the sequential head starts as no bias at all (W2 = 0)."""

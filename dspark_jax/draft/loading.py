@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from dspark_jax.types import Params, TargetTables
 PRETRAINED = Path(__file__).resolve().parents[1] / "pretrained"
 _ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3Eagle3Model": "eagle3"}
 _TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+# Entries of config.json that are this package's own; other readers of the layout ignore the key as a whole.
+_OWN = "dspark_jax"
 
 
 def shipped_drafters() -> tuple[str, ...]:
@@ -41,6 +45,17 @@ def functions_for(config: DrafterConfig, dtype: Any = jnp.float32) -> DSparkFunc
     return DSparkFunctions(config, dtype) if config.kind == "dspark" else Eagle3Functions(config, dtype)
 
 
+def drafter_folder(name_or_path: str) -> Path:
+    """Folder of a drafter: a shipped name's, a folder itself, or the local copy of a hub name.
+
+    Raises:
+        FileNotFoundError: no such shipped name, folder or hub name.
+    """
+    if name_or_path in shipped_drafters():
+        return PRETRAINED / name_or_path
+    return resolve_folder(name_or_path, ("*.json", "*.safetensors"))
+
+
 def load_drafter(name_or_path: str, target: Any) -> Drafter:
     """Load a drafter for a target.
 
@@ -53,8 +68,7 @@ def load_drafter(name_or_path: str, target: Any) -> Drafter:
         FileNotFoundError: no such shipped name, folder or hub name.
         ValueError: another layout, a drafter of another target, an unknown, missing or mis-shaped tensor, by name.
     """
-    folder = PRETRAINED / name_or_path if name_or_path in shipped_drafters() else None
-    folder = folder or resolve_folder(name_or_path, ("*.json", "*.safetensors"))
+    folder = drafter_folder(name_or_path)
     config = drafter_config(read_json(folder / "config.json"), str(folder / "config.json"))
     files = SafetensorsFolder(folder)
     tensors = {name: files.read(name) for name in files.names()}
@@ -160,6 +174,7 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
         "decoder": decoder,
         "target_layers": int(_required(config, "num_target_layers", where)),
         "target_layer_ids": tuple(int(i) for i in _required(config, "target_layer_ids", where)),
+        "confidence_temperatures": _temperatures(config, where),
     }
     if kind == "eagle3":
         return DrafterConfig(
@@ -227,7 +242,53 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
         "confidence_head_with_markov": config.confidence_with_markov,
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head,
+        **({} if config.confidence_temperatures is None else _own_entry(config.confidence_temperatures)),
     }
+
+
+def write_temperatures(
+    folder: str | Path, temperatures: Sequence[float], destination: str | Path | None = None
+) -> None:
+    """Store fitted confidence temperatures in a checkpoint; weights and all other entries stay as they are.
+
+    Args:
+        folder: checkpoint of a drafter with a confidence head.
+        temperatures: one a position.
+        destination: folder that becomes a copy with the temperatures; None changes `folder` itself.
+
+    Raises:
+        ValueError: temperatures that do not fit the drafter, or a destination that holds other weights already.
+    """
+    folder = Path(folder)
+    config = {**read_json(folder / "config.json"), **_own_entry(temperatures)}
+    drafter_config(config, str(folder / "config.json"))
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != "config.json"]
+    place = folder if destination is None else Path(destination)
+    if place.resolve() != folder.resolve():
+        other = sorted({path.name for path in place.glob("*.safetensors*")} - {path.name for path in files})
+        if other:
+            raise ValueError(f"{place} holds {other[0]}, which is no part of {folder}: choose another folder")
+        for path in files:
+            with path.open("rb") as source, atomic_write(place / path.name) as copy:
+                shutil.copyfileobj(source, copy)
+    with atomic_write(place / "config.json", "w") as f:
+        json.dump(config, f, indent=2)
+        f.write("\n")
+
+
+def _own_entry(temperatures: Sequence[float]) -> dict[str, Any]:
+    return {_OWN: {"confidence_temperatures": [float(t) for t in temperatures]}}
+
+
+def _temperatures(config: dict[str, Any], where: str) -> tuple[float, ...] | None:
+    own = config.get(_OWN) or {}
+    if unknown := sorted(own.keys() - {"confidence_temperatures"}):
+        raise ValueError(f"{where}: {_OWN} holds {unknown}, which this version does not know: use a newer one")
+    stored = own.get("confidence_temperatures")
+    try:
+        return None if stored is None else tuple(float(t) for t in stored)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: confidence_temperatures is {stored!r}: expected a list of numbers") from None
 
 
 def _required(config: dict[str, Any], key: str, where: str) -> Any:
