@@ -77,20 +77,21 @@ class DrafterConfig:
     """What a drafter is: its decoder layers, what it taps, how long its blocks are, its heads.
 
     Attributes:
-        kind: "dspark" (also DFlash: `markov_rank` 0 and no confidence head) or "eagle3".
+        kind: "dspark" (also DFlash: `markov_rank` 0 and no confidence head), "eagle3" or "mtp" (the layer of EAGLE-3
+            over the last hidden state instead of taps).
         decoder: shape of the drafter's own layers; `num_layers` is the draft depth.
         target_layers: number of layers of the target it was made for.
-        target_layer_ids: tapped layers, counting from 0; -1 is the embedding output; never the last.
-        block_size: gamma, draft tokens per round; for EAGLE-3 the number of training-time-test steps.
+        target_layer_ids: tapped layers, counting from 0; -1 is the embedding output; never the last. None for MTP.
+        block_size: gamma, draft tokens per round; for EAGLE-3 and MTP the number of training-time-test steps.
         mask_token_id: fills block inputs after the anchor (parallel drafters only).
         markov_rank: 0 means no sequential head.
         num_anchors: anchors per row in training (recorded in checkpoints).
-        step_loss_decay: EAGLE-3's factor between training-time-test steps.
+        step_loss_decay: EAGLE-3's and MTP's factor between training-time-test steps.
         confidence_temperatures: calibration (SPEC §8): what `propose` divides the confidence logit of each position by;
             None leaves the logits as trained. Training never sees them.
     """
 
-    kind: Literal["dspark", "eagle3"]
+    kind: Literal["dspark", "eagle3", "mtp"]
     decoder: DecoderConfig
     target_layers: int
     target_layer_ids: tuple[int, ...]
@@ -108,7 +109,12 @@ class DrafterConfig:
         self._check_temperatures()
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, found {self.block_size}")
-        if not self.target_layer_ids:
+        if self.kind == "mtp" and self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids is {self.target_layer_ids}, but MTP reads the target's last hidden state only: "
+                "leave it empty, or choose EAGLE-3"
+            )
+        if self.kind != "mtp" and not self.target_layer_ids:
             raise ValueError("target_layer_ids is empty: a drafter needs at least one tapped layer")
         for layer in self.target_layer_ids:
             if layer == self.target_layers - 1:
@@ -120,9 +126,9 @@ class DrafterConfig:
                 raise ValueError(
                     f"target_layer_ids contains {layer}; the target has layers -1..{self.target_layers - 2} to tap"
                 )
-        if self.kind == "eagle3" and self.decoder.num_layers != 1:
+        if self.kind != "dspark" and self.decoder.num_layers != 1:
             raise ValueError(
-                f"EAGLE-3 has exactly one layer (its cache update is correct for one only), found "
+                f"{self.name} has exactly one layer (its cache update is correct for one only), found "
                 f"{self.decoder.num_layers}"
             )
         if self.kind == "dspark":
@@ -153,10 +159,15 @@ class DrafterConfig:
         return self.confidence_with_markov and self.markov_rank > 0
 
     @property
+    def feature_width(self) -> int:
+        """Width of what the drafter reads of the target at a position: its tapped states, or its last hidden state."""
+        return self.decoder.hidden_size * (1 if self.kind == "mtp" else len(self.target_layer_ids))
+
+    @property
     def name(self) -> str:
-        """The drafter's common name: DSpark, DFlash or EAGLE-3."""
-        if self.kind == "eagle3":
-            return "EAGLE-3"
+        """The drafter's common name: DSpark, DFlash, EAGLE-3 or MTP."""
+        if self.kind != "dspark":
+            return "EAGLE-3" if self.kind == "eagle3" else "MTP"
         return "DSpark" if self.markov_rank or self.confidence_head else "DFlash"
 
 

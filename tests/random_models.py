@@ -34,7 +34,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "sliding": {"markov_rank": 3},
 }
-KINDS = (*HEADS, "eagle3")
+AUTOREGRESSIVE = ("eagle3", "mtp")
+KINDS = (*HEADS, *AUTOREGRESSIVE)
 
 
 def randomise(shapes: Any, seed: int, gain: float = 1.0) -> Any:
@@ -72,11 +73,12 @@ def random_drafter(kind: str, block: int = BLOCK, vocab: int = VOCAB, seed: int 
     common: dict[str, Any] = {
         "decoder": decoder, "target_layers": TARGET.num_layers, "target_layer_ids": TAPS, "block_size": block,
     }  # fmt: skip
-    if kind == "eagle3":
+    if kind == "mtp":
+        config = DrafterConfig(kind="mtp", **{**common, "target_layer_ids": ()})
+    elif kind == "eagle3":
         config = DrafterConfig(kind="eagle3", **common)
     else:
         config = DrafterConfig(kind="dspark", mask_token_id=vocab - 1, **common, **HEADS[kind])
     functions = functions_for(config)
-    width = len(TAPS) * WIDTH
-    shapes = jax.eval_shape(lambda key: functions.initialise(key, width), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: functions.initialise(key, config.feature_width), jax.random.key(0))
     return Drafter(kind, config, randomise(shapes, seed), functions)

@@ -68,17 +68,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_drafter(folder: Path, kind: str, seed: int = 1) -> Path:
-    """Write a drafter folder of a kind: "dspark" (Markov and confidence heads), "dflash" or "eagle3"."""
+    """Write a drafter folder of a kind: "dspark" (Markov and confidence heads), "dflash", "eagle3" or "mtp"."""
     decoder = dataclasses.replace(
         DECODER, family="qwen3", qk_norm=True, num_layers=1, tie_word_embeddings=False, layer_types=("full_attention",)
     )
     common = {"decoder": decoder, "target_layers": DECODER.num_layers, "target_layer_ids": (0, 2), "block_size": 3}
     heads = {"markov_rank": 4, "confidence_head": True} if kind == "dspark" else {}
-    if kind == "eagle3":
+    if kind == "mtp":
+        config = DrafterConfig(kind="mtp", **{**common, "target_layer_ids": ()})
+    elif kind == "eagle3":
         config = DrafterConfig(kind="eagle3", **common)
     else:
         config = DrafterConfig(kind="dspark", mask_token_id=MASK, **common, **heads)
     functions = functions_for(config)
-    params = functions.initialise(jax.random.key(seed), 2 * decoder.hidden_size)
+    params = functions.initialise(jax.random.key(seed), config.feature_width)
     save_drafter(Drafter(kind, config, params, functions), folder)
     return folder

@@ -64,6 +64,7 @@ KINDS = {
     "eagle3": (
         DrafterShape(kind="eagle3", layers=1, intermediate_size=16, block_size=3, taps=(0, 2)), LossConfig(), None
     ),
+    "mtp": (DrafterShape(kind="mtp", layers=1, intermediate_size=16), LossConfig(), None),
 }  # fmt: skip
 
 

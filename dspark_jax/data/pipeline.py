@@ -34,8 +34,9 @@ class Batch:
         segments: document number within the row from 1, 0 at padding, `[B, L]`.
         positions: position within the document, `[B, L]`; 0 at padding.
         row_ids: number of each row in the packing index, `[B]`: what random draws of a row are named after.
-        taps: cached tapped states `[B, L, F*D]` bfloat16, zero at padding; None where the target runs in the step.
-        last_hidden: cached output of the final norm `[B, L, D]` bfloat16; None as above.
+        taps: cached tapped states `[B, L, F*D]` bfloat16, zero at padding; None where the target runs in the step or
+            the drafter reads none.
+        last_hidden: cached output of the final norm `[B, L, D]` bfloat16; None where the target runs in the step.
     """
 
     tokens: Int[np.ndarray, "B L"]
@@ -82,6 +83,7 @@ class BatchSource:
         *,
         vocab_size: int | None = None,
         features: TargetCache | None = None,
+        with_taps: bool = True,
     ):
         """Lay out the rows.
 
@@ -93,6 +95,7 @@ class BatchSource:
             packed: several documents share a row; False pads every document to a row of its own.
             vocab_size: when given, ids outside are refused here instead of misread on the device.
             features: target cache whose sample ids are the corpus' `source_index`; batches then carry its states.
+            with_taps: whether they carry the tapped states too, or the last hidden ones only.
 
         Raises:
             ValueError: for documents that do not fit, ids outside the vocabulary, a corpus smaller than a batch, or a
@@ -113,7 +116,7 @@ class BatchSource:
                 f"The corpus fills {self.num_rows} rows of {sequence_length} tokens, a batch takes {batch_size}: "
                 "use a smaller batch, or more data."
             )
-        self._features = features
+        self._features, self._with_taps = features, with_taps
         if features is not None:
             missing = [int(x) for x in corpus.source_index if x not in features]
             if missing:
@@ -177,9 +180,9 @@ class BatchSource:
 
     def _fill_features(
         self, features: TargetCache, documents: list[list[int]]
-    ) -> tuple[Float[np.ndarray, "B L FD"], Float[np.ndarray, "B L D"]]:
+    ) -> tuple[Float[np.ndarray, "B L FD"] | None, Float[np.ndarray, "B L D"]]:
         shape = (len(documents), self.sequence_length)
-        taps = np.zeros((*shape, features.features), ml_dtypes.bfloat16)
+        taps = np.zeros((*shape, features.features), ml_dtypes.bfloat16) if self._with_taps else None
         last_hidden = np.zeros((*shape, features.hidden_size), ml_dtypes.bfloat16)
         for row, parts in enumerate(documents):
             start = 0
@@ -191,6 +194,8 @@ class BatchSource:
                         f"{self.corpus.ids[document]}: rebuild the cache from this corpus."
                     )
                 stop = start + len(sample.input_ids)
-                taps[row, start:stop], last_hidden[row, start:stop] = sample.taps, sample.last_hidden
+                last_hidden[row, start:stop] = sample.last_hidden
+                if taps is not None:
+                    taps[row, start:stop] = sample.taps
                 start = stop
         return taps, last_hidden

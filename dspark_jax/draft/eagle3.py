@@ -1,4 +1,7 @@
-"""EAGLE-3: one autoregressive layer over the target's fused features, with its training-time test (SPEC §6)."""
+"""EAGLE-3: one autoregressive layer over the target's fused features, with its training-time test (SPEC §6).
+
+MTP is the same drafter over the target's last hidden state, usually trained for one step and drafting one token.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Module(nn.Module):
-    """Parameters of EAGLE-3."""
+    """Parameters of EAGLE-3 and MTP."""
 
     config: DrafterConfig
     dtype: Any = jnp.float32
@@ -65,9 +68,9 @@ class Eagle3Module(nn.Module):
         self.layers = [Eagle3Layer(c, self.dtype)]
         self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
 
-    def fuse(self, taps: Float[Array, "... FD"]) -> Float[Array, "... D"]:
-        """G = fc(tapped states): no bias, no norm."""
-        return self.fc(taps.astype(self.dtype))
+    def fuse(self, features: Float[Array, "... FD"]) -> Float[Array, "... D"]:
+        """G = fc(tapped states), for MTP fc(last hidden state): no bias, no norm."""
+        return self.fc(features.astype(self.dtype))
 
     def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
         """One layer step; returns the new state (which feeds the next step in place of g) and the cache."""
@@ -77,9 +80,9 @@ class Eagle3Module(nn.Module):
         """What the target's lm_head multiplies: the normed state."""
         return self.norm(state)
 
-    def __call__(self, taps: Array, embedded: Array, positions: Array, attend: Attend) -> Array:
+    def __call__(self, features: Array, embedded: Array, positions: Array, attend: Attend) -> Array:
         """Touch every parameter once; used for initialisation only."""
-        return self.head(self.step(embedded, self.fuse(taps), positions, attend, None)[0])
+        return self.head(self.step(embedded, self.fuse(features), positions, attend, None)[0])
 
 
 @struct.dataclass
@@ -97,7 +100,7 @@ class Eagle3State:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Functions:
-    """The drafter contract for EAGLE-3; the feature at position i is paired with token i+1 and rotated at i."""
+    """The drafter contract for EAGLE-3 and MTP; the feature at position i is paired with token i+1, rotated at i."""
 
     config: DrafterConfig
     dtype: Any = jnp.float32
@@ -116,6 +119,12 @@ class Eagle3Functions:
     def module(self) -> Eagle3Module:
         """The Linen module."""
         return Eagle3Module(self.config, self.dtype)
+
+    def inputs(self, features: TargetFeatures) -> Float[Array, "... FD"]:
+        """What `fc` reads: the tapped states, or for MTP the last hidden state."""
+        read = features.last_hidden if self.config.kind == "mtp" else features.taps
+        assert read is not None  # the engine and the training step hand over what the drafter's config asks for
+        return read
 
     def init(self, slots: int, max_length: int) -> Eagle3State:
         """Empty draft cache, with room for a block beyond the text."""
@@ -138,7 +147,7 @@ class Eagle3Functions:
     ) -> Eagle3State:
         """Run the layer over (feature i, token i+1) of the rows and keep the last committed row's state."""
         batch, slots = plan.batch, state.hidden.shape[0]
-        g = run(self.module, params, features.taps, method="fuse")
+        g = run(self.module, params, self.inputs(features), method="fuse")
         hidden, cache = run(
             self.module,
             params,
@@ -194,20 +203,20 @@ class Eagle3Functions:
         num_valid = jnp.full((slots,), block_size, jnp.int32)
         return Eagle3State(cache, state.hidden), Proposal(tokens, all_probs, None, num_valid)
 
-    def initialise(self, key: jax.Array, tap_width: int) -> Params:
+    def initialise(self, key: jax.Array, feature_width: int) -> Params:
         """Random parameters."""
 
         def attend(spec, q, k, v, cache):
             return q, cache
 
-        taps, x = jnp.zeros((1, tap_width)), jnp.zeros((1, self.config.decoder.hidden_size))
-        return self.module.init(key, taps, x, jnp.zeros((1,), jnp.int32), attend)["params"]
+        features, x = jnp.zeros((1, feature_width)), jnp.zeros((1, self.config.decoder.hidden_size))
+        return self.module.init(key, features, x, jnp.zeros((1,), jnp.int32), attend)["params"]
 
     def train_states(
         self,
         params: Params | None,
         tables: TargetTables,
-        taps: Float[Array, "B L FD"],
+        inputs: Float[Array, "B L FD"],
         tokens: Int[Array, "B L"],
         positions: Int[Array, "B L"],
         segments: Int[Array, "B L"],
@@ -217,7 +226,7 @@ class Eagle3Functions:
         Step t reads tokens shifted t+1 to the left and the state of step t-1, rotates at i+t, and sees the step-0 keys
         causally plus its own diagonal of each later step's keys.
         """
-        g = run(self.module, params, taps, method="fuse")
+        g = run(self.module, params, inputs, method="fuse")
         out, keys = [], (None, ())
         for t in range(self.config.block_size):
             shifted = shift_left(tokens, segments, t + 1)

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,12 @@ from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json,
 from dspark_jax.types import Params, TargetTables
 
 PRETRAINED = Path(__file__).resolve().parents[1] / "pretrained"
-_ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3Eagle3Model": "eagle3"}
+# DeepSpec has no MTP: that name is ours, the rest of its files is like EAGLE-3's.
+_ARCHITECTURES: dict[str, Literal["dspark", "eagle3", "mtp"]] = {
+    "Qwen3DSparkModel": "dspark",
+    "Qwen3Eagle3Model": "eagle3",
+    "Qwen3MtpModel": "mtp",
+}
 _TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 # Entries of config.json that are this package's own; other readers of the layout ignore the key as a whole.
 _OWN = "dspark_jax"
@@ -86,7 +91,7 @@ def arrange_params(functions: DSparkFunctions | Eagle3Functions, tensors: dict[s
     Raises:
         ValueError: an unknown, missing or mis-shaped tensor, by name.
     """
-    width = len(functions.config.target_layer_ids) * functions.config.decoder.hidden_size
+    width = functions.config.feature_width
     shapes = jax.eval_shape(lambda key: functions.initialise(key, width), jax.random.key(0))
     left = dict(tensors)
 
@@ -176,10 +181,10 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
         "target_layer_ids": tuple(int(i) for i in _required(config, "target_layer_ids", where)),
         "confidence_temperatures": _temperatures(config, where),
     }
-    if kind == "eagle3":
+    if kind in ("eagle3", "mtp"):
         return DrafterConfig(
-            kind="eagle3",
-            block_size=int(config.get("ttt_length", 7)),
+            kind=kind,
+            block_size=int(config.get("ttt_length", 7 if kind == "eagle3" else 1)),
             step_loss_decay=float(config.get("step_loss_decay", 0.8)),
             **common,
         )
@@ -222,9 +227,9 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
         **rope_keys(d.rope),
     }
     shared = {"num_target_layers": config.target_layers, "target_layer_ids": list(config.target_layer_ids)}
-    if config.kind == "eagle3":
+    if config.kind != "dspark":
         return {
-            "architectures": ["Qwen3Eagle3Model"],
+            "architectures": ["Qwen3Eagle3Model" if config.kind == "eagle3" else "Qwen3MtpModel"],
             **shape,
             **shared,
             "draft_num_hidden_layers": d.num_layers,

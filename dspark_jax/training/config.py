@@ -12,7 +12,7 @@ from dspark_jax.config import DecoderConfig, DrafterConfig, HeadType, LayerType,
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
 
-DRAFTER_KINDS = ("dspark", "dflash", "eagle3")
+DRAFTER_KINDS = ("dspark", "dflash", "eagle3", "mtp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,24 @@ class DrafterShape:
     """What is free to choose about a drafter; everything else is derived from its target.
 
     Attributes:
-        kind: "dspark", "dflash" (the same backbone without heads) or "eagle3".
+        kind: "dspark", "dflash" (the same backbone without heads), "eagle3", or "mtp" (its layer over the last hidden
+            state alone).
         layers: draft depth.
         intermediate_size: MLP width; None takes the target's.
-        block_size: gamma; for EAGLE-3 the number of training-time-test steps.
-        taps: tapped target layers; None spreads five over the depth.
+        block_size: gamma; for EAGLE-3 and MTP the number of training-time-test steps. None: 7, for MTP 1.
+        taps: tapped target layers; None spreads five over the depth (MTP taps none).
         mask_token_id: token that fills block inputs (parallel drafters): a special token that no text holds.
         markov_rank: rank of the sequential head; 0 for none.
         markov_head: its form.
         confidence_head: whether there is one.
         confidence_with_markov: whether it reads the sequential head's table row.
-        step_loss_decay: EAGLE-3's factor between steps.
+        step_loss_decay: EAGLE-3's and MTP's factor between steps.
     """
 
-    kind: Literal["dspark", "dflash", "eagle3"] = "dspark"
+    kind: Literal["dspark", "dflash", "eagle3", "mtp"] = "dspark"
     layers: int = 5
     intermediate_size: int | None = None
-    block_size: int = 7
+    block_size: int | None = None
     taps: tuple[int, ...] | None = None
     mask_token_id: int | None = None
     markov_rank: int = 0
@@ -46,14 +47,16 @@ class DrafterShape:
     step_loss_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        parallel = self.kind != "eagle3"
+        parallel = self.kind not in _AUTOREGRESSIVE
         _unread(self, "heads belong to DSpark", self.kind == "dspark", _HEAD_FIELDS)
-        _unread(self, "EAGLE-3 has no mask inputs", parallel, ("mask_token_id",))
-        _unread(self, "only EAGLE-3 decays over steps", not parallel, ("step_loss_decay",))
+        _unread(self, "EAGLE-3 and MTP have no mask inputs", parallel, ("mask_token_id",))
+        _unread(self, "only EAGLE-3 and MTP decay over steps", not parallel, ("step_loss_decay",))
+        _unread(self, "MTP reads the last hidden state alone", self.kind != "mtp", ("taps",))
         if parallel and self.mask_token_id is None:
             raise ValueError(f"kind {self.kind!r} needs mask_token_id: a special token that no text holds")
 
 
+_AUTOREGRESSIVE = ("eagle3", "mtp")
 _HEAD_FIELDS = ("markov_rank", "markov_head", "confidence_head", "confidence_with_markov")
 
 
@@ -75,7 +78,7 @@ class TrainConfig:
         data: conversation files (JSONL).
         output: folder of checkpoints, exported drafters and logs.
         target: `smollm2-135m`, a path or a hub name.
-        features_cache: folder of a target cache with these taps; None runs the target inside the step.
+        features_cache: folder of a target cache with these taps (MTP: any); None runs the target inside the step.
         loss: weights of the parallel drafters' objective.
         optimizer: AdamW and its schedule.
         steps: length of the run and of its schedule; give this or `epochs`.
@@ -89,7 +92,7 @@ class TrainConfig:
         min_loss_tokens: conversations with fewer supervised tokens are dropped.
         seed: names parameters, data order and anchors.
         dtype: of products and activations; weights and moments are float32.
-        vocab_chunk: anchors (EAGLE-3: positions) of each row whose logits exist at once.
+        vocab_chunk: anchors (EAGLE-3, MTP: positions) of each row whose logits exist at once.
         vocab_columns: vocabulary columns a training step computes: the frequent tokens, the batch's own and an unbiased
             sample of the rest; None computes all (the exact loss). Validation is always exact.
         mesh: device mesh.
@@ -141,10 +144,10 @@ class TrainConfig:
         for name in ("checkpoint_every", "keep_checkpoints", "log_every", "accumulation", "vocab_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-        parallel = self.drafter.kind != "eagle3"
+        parallel = self.drafter.kind not in _AUTOREGRESSIVE
         if parallel and self.num_anchors is None:
             raise ValueError(f"drafter.kind {self.drafter.kind!r} needs num_anchors")
-        _unread(self, "EAGLE-3 trains at every position with its own objective", parallel, ("num_anchors", "loss"))
+        _unread(self, "EAGLE-3 and MTP train at every position by soft labels", parallel, ("num_anchors", "loss"))
         if parallel and self.loss.confidence and not self.drafter.confidence_head:
             raise ValueError("loss.confidence is on, but drafter.confidence_head is off: set loss.confidence to 0")
 
@@ -183,11 +186,11 @@ def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
     common: dict[str, Any] = {
         "decoder": decoder,
         "target_layers": target.num_layers,
-        "target_layer_ids": shape.taps or spread_layer_ids(target.num_layers),
-        "block_size": shape.block_size,
+        "target_layer_ids": () if shape.kind == "mtp" else shape.taps or spread_layer_ids(target.num_layers),
+        "block_size": (1 if shape.kind == "mtp" else 7) if shape.block_size is None else shape.block_size,
     }
-    if shape.kind == "eagle3":
-        return DrafterConfig(kind="eagle3", step_loss_decay=shape.step_loss_decay, **common)
+    if shape.kind == "eagle3" or shape.kind == "mtp":
+        return DrafterConfig(kind=shape.kind, step_loss_decay=shape.step_loss_decay, **common)
     return DrafterConfig(
         kind="dspark",
         mask_token_id=shape.mask_token_id,

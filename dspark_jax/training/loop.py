@@ -73,7 +73,7 @@ class Counters:
     Attributes:
         seconds: training time, without compilation, validation, checks and saves.
         sequences: rows trained on.
-        blocks: supervised blocks (EAGLE-3: positions) trained on.
+        blocks: supervised blocks (EAGLE-3, MTP: positions) trained on.
     """
 
     seconds: float = 0.0
@@ -124,18 +124,28 @@ def build_sources(
             f"drafter.mask_token_id {mask} occurs {count} times in the corpus: choose a special token that no text has"
         )
     features = None if config.features_cache is None else TargetCache(config.features_cache)
+    taps = drafter_config(config, target.config).target_layer_ids
     if features is not None:
-        taps = drafter_config(config, target.config).target_layer_ids
         for key, expected in (("target_layer_ids", list(taps)), ("target", config.target)):
             found = features.manifest.get(key, expected)
-            if found != expected:
+            # A drafter without taps reads the last hidden states, which every cache holds.
+            if found != expected and not (key == "target_layer_ids" and not taps):
                 raise ValueError(f"{features.path} was made with {key} {found}, this run has {expected}: rebuild it")
         corpus = cached_rows(corpus, features)
     training, held_out = split_validation(corpus)
     vocab = target.config.vocab_size
 
     def source(part: TokenizedCorpus, rows: int, packed: bool) -> BatchSource:
-        return BatchSource(part, rows, config.sequence_length, config.seed, packed, vocab_size=vocab, features=features)
+        return BatchSource(
+            part,
+            rows,
+            config.sequence_length,
+            config.seed,
+            packed,
+            vocab_size=vocab,
+            features=features,
+            with_taps=bool(taps),
+        )
 
     train = source(training, config.batch_size, config.packed)
     if config.validate_every is None:

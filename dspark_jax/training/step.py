@@ -142,7 +142,7 @@ class BlockObjective:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Objective:
-    """EAGLE-3's training-time test at every position.
+    """EAGLE-3's (and MTP's) training-time test at every position.
 
     Attributes:
         functions: the drafter.
@@ -170,9 +170,9 @@ class Eagle3Objective:
     ) -> tuple[Float[Array, ""], LossTerms]:
         """See `eagle3_loss`."""
         del measure  # the objective itself reads the target's distribution
-        assert features.taps is not None and features.last_hidden is not None
+        assert features.last_hidden is not None
         states = self.functions.train_states(
-            params, tables, features.taps, batch.tokens, batch.positions, batch.segments
+            params, tables, self.functions.inputs(features), batch.tokens, batch.positions, batch.segments
         )
         return eagle3_loss(
             states,
@@ -197,7 +197,7 @@ def target_features(
     dtype: Any,
 ) -> TargetFeatures:
     """Features of a batch: the cached ones where it carries them, else the frozen target's, without gradient."""
-    if batch.taps is not None:
+    if batch.last_hidden is not None:
         return TargetFeatures(taps=batch.taps, last_hidden=batch.last_hidden)
     if target_params is None:
         raise ValueError("the batch carries no features and the target's parameters were not given: pass one of them")
@@ -211,8 +211,7 @@ def init_state(
     functions: DSparkFunctions | Eagle3Functions, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
     """Random drafter and fresh optimizer; call it inside `jax.jit` with output shardings, or under `jax.eval_shape`."""
-    width = len(functions.tap_ids) * functions.config.decoder.hidden_size
-    params = functions.initialise(jax.random.key(seed), width)
+    params = functions.initialise(jax.random.key(seed), functions.config.feature_width)
     return TrainState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0), skipped=jnp.int32(0))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_models import BLOCK, HEADS, KINDS, TAPS, VOCAB, WIDTH, random_drafter, random_target
+from random_models import AUTOREGRESSIVE, BLOCK, HEADS, KINDS, TAPS, VOCAB, WIDTH, random_drafter, random_target
 
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.nn.attention import make_plan
@@ -26,13 +26,18 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def text(seed=0):
-    """Tokens and tapped states of every slot: any will do, the drafter cannot know that no target made them."""
+    """Tokens and features of every slot: any will do, the drafter cannot know that no target made them."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCAB, (SLOTS, LENGTH)).astype(np.int32)
     return tokens, rng.normal(size=(SLOTS, LENGTH, len(TAPS) * WIDTH)).astype(np.float32)
 
 
 TEXT = text()
+
+
+def inputs(kind, taps):
+    """What training reads of these features: the taps, or for MTP the last hidden states, here the first tap."""
+    return taps[..., :WIDTH] if kind == "mtp" else taps
 
 
 @functools.lru_cache
@@ -42,7 +47,7 @@ def extend_program(kind):
     @jax.jit
     def extend(params, state, batch, taps, next_tokens, lengths):
         plan = make_plan(batch, SLOTS, ROWS)
-        features = TargetFeatures(taps=taps)
+        features = TargetFeatures(taps=taps, last_hidden=taps[..., :WIDTH])
         return drafter.functions.extend(params, TABLES, state, plan, features, next_tokens, lengths)
 
     return functools.partial(extend, drafter.params)
@@ -105,7 +110,7 @@ def assert_same_proposal(ours, theirs, rows=slice(None), other_rows=slice(None))
 
 @functools.lru_cache
 def train_program(kind, block):
-    """Teacher-forced logits and confidences of whole rows: of two blocks a row, or of EAGLE-3's steps at all rows."""
+    """Teacher-forced logits and confidences of whole rows: of two blocks a row, or of all steps at all rows."""
     drafter = random_drafter(kind)
     functions = functions_for(dataclasses.replace(drafter.config, block_size=block))
     positions = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (SLOTS, 1))
@@ -121,16 +126,17 @@ def train_program(kind, block):
 
     @jax.jit
     def steps(params, tokens, taps, segments):
-        return TABLES.logits(functions.train_states(params, TABLES, taps, tokens, positions, segments))
+        states = functions.train_states(params, TABLES, inputs(kind, taps), tokens, positions, segments)
+        return TABLES.logits(states)
 
-    return functools.partial(steps if kind == "eagle3" else blocks, drafter.params)
+    return functools.partial(steps if kind in AUTOREGRESSIVE else blocks, drafter.params)
 
 
 def training_logits(kind, drafted, block):
     """Logits and confidences that training computes for the blocks `drafted` after the texts of `filled`."""
     tokens, taps = (jnp.asarray(x) for x in TEXT)
     lengths = np.asarray(LENGTHS)
-    if kind != "eagle3":
+    if kind not in AUTOREGRESSIVE:
         anchors = jnp.asarray(np.stack([lengths, lengths - 2], 1), jnp.int32)
         labels = jnp.asarray(np.stack([drafted, drafted[:, ::-1]], 1))
         ones = jnp.asarray(np.ones(tokens.shape, np.int32))
@@ -220,7 +226,7 @@ def law_and_draws(logits, probs):
 @pytest.mark.parametrize("block", [BLOCK, 2])
 def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
     """Labels being the drafted tokens: same logits, so same distributions, draws and confidences."""
-    if block != BLOCK and kind not in ("vanilla", "sliding", "eagle3"):
+    if block != BLOCK and kind not in ("vanilla", "sliding", "eagle3", "mtp"):
         pytest.skip("a shorter block is the same code for this kind as for `vanilla`")
     _, proposal = propose(kind, filled(kind), block=block)
     logits, confidence = training_logits(kind, np.asarray(proposal.tokens), block)
@@ -265,11 +271,12 @@ def test_tokens_after_an_anchor_never_change_its_block(kind):
         np.testing.assert_allclose(confidence_again[:, 0], confidence[:, 0], atol=1e-5)
 
 
-def test_later_tokens_never_change_eagle3_steps():
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_later_tokens_never_change_autoregressive_steps(kind):
     """Step t at position i reads tokens up to i+1+t and features up to i."""
     (tokens, taps), (other_tokens, other_taps) = TEXT, text(seed=7)
     last, index = 6, np.arange(LENGTH)
-    run, ones = train_program("eagle3", BLOCK), jnp.ones(tokens.shape, jnp.int32)
+    run, ones = train_program(kind, BLOCK), jnp.ones(tokens.shape, jnp.int32)
     logits = run(jnp.asarray(tokens), jnp.asarray(taps), ones)
     changed = run(
         jnp.asarray(np.where(index > last + BLOCK, other_tokens, tokens)),

@@ -107,3 +107,20 @@ def test_a_cache_of_other_taps_is_refused(folder, features):
     ]
     with pytest.raises(ValueError, match=r"target_layer_ids \[0, 2\], this run has \[0, 1\]"):
         train.main(["--config", str(folder / "tiny.py"), *overrides])
+
+
+def test_mtp_trains_from_a_cache_of_any_taps(folder, features):
+    """It reads last hidden states only, and loads under its own name."""
+    text = CONFIG.format(folder=folder, mask=tiny_models.MASK)
+    start, stop = text.index("    drafter="), text.index("    target=")
+    text = text[:start] + '    drafter=DrafterShape(kind="mtp", layers=1, intermediate_size=16),\n' + text[stop:]
+    (folder / "mtp.py").write_text(text.replace("    num_anchors=4,\n", ""))
+    output = folder / "mtp"
+    assert (
+        train.main(["--config", str(folder / "mtp.py"), "--output", str(output), "--features-cache", str(features)])
+        == 0
+    )
+    (validation,) = (x for x in records(output) if x["kind"] == "validation" and x["step"] == 3)
+    assert len(validation["accept_rate"]) == 1 and 0 < validation["accept_rate"][0] < 1
+    drafter = load_drafter(str(output / "export" / "000003"), load_target(str(folder / "target")))
+    assert (drafter.config.name, drafter.config.block_size, drafter.config.target_layer_ids) == ("MTP", 1, ())

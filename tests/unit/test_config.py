@@ -46,6 +46,8 @@ def test_layer_types_decide_the_window():
         ({"mask_token_id": 11}, "mask_token_id 11 is outside the vocabulary of 11"),
         ({"mask_token_id": -1}, "mask_token_id -1 is outside"),
         ({"kind": "eagle3"}, "EAGLE-3 has exactly one layer.*found 3"),
+        ({"kind": "mtp", "target_layer_ids": ()}, "MTP has exactly one layer.*found 3"),
+        ({"kind": "mtp"}, r"target_layer_ids is \(0, 2\), but MTP reads the target's last hidden state only"),
     ],
 )
 def test_drafter_refuses(changes, message):
@@ -59,6 +61,8 @@ def test_names_and_confidence_inputs():
     assert dataclasses.replace(plain, confidence_head=True).name == "DSpark"
     one = dataclasses.replace(TARGET, num_layers=1)
     assert dataclasses.replace(DSPARK, kind="eagle3", decoder=one, mask_token_id=None).name == "EAGLE-3"
+    mtp = DrafterConfig(kind="mtp", decoder=one, target_layers=6, target_layer_ids=())
+    assert mtp.name == "MTP" and (mtp.feature_width, DSPARK.feature_width) == (10, 20)
     assert DSPARK.confidence_features and not plain.confidence_features
     assert not dataclasses.replace(DSPARK, confidence_with_markov=False).confidence_features
 

@@ -17,7 +17,7 @@ from dspark_jax.draft.loading import config_json, drafter_config, load_drafter, 
 from dspark_jax.draft.vocabulary import check_vocabulary, offsets_to_ids
 from dspark_jax.target.loading import build_params, load_target, parameter_shapes
 
-KINDS = ("dspark", "dflash", "eagle3")
+KINDS = ("dspark", "dflash", "eagle3", "mtp")
 
 
 @pytest.fixture(scope="module")

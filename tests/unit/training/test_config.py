@@ -16,7 +16,7 @@ from dspark_jax.training.losses import LossConfig
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3", "mtp"])
 def test_the_drafter_follows_its_target(kind):
     target = tiny_target().config
     config = drafter_config(tiny_config(kind), target)
@@ -24,6 +24,7 @@ def test_the_drafter_follows_its_target(kind):
     for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope", "rms_norm_eps"):
         assert getattr(config.decoder, name) == getattr(target, name)
     assert config.decoder.qk_norm and config.decoder.family == "qwen3" and config.decoder.num_layers == 1
+    assert config.block_size == (1 if kind == "mtp" else 3)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def test_settings_nobody_reads_are_refused(kind, changes, message):
     [
         ({"kind": "dflash", "mask_token_id": MASK, "markov_rank": 4}, "markov_rank = 4 would not be read"),
         ({"kind": "eagle3", "mask_token_id": MASK}, "mask_token_id = 39 would not be read"),
+        ({"kind": "mtp", "taps": (0, 2)}, r"taps = \(0, 2\) would not be read \(MTP reads the last hidden state alone"),
         ({"kind": "dspark", "mask_token_id": MASK, "step_loss_decay": 0.5}, "step_loss_decay = 0.5 would not be read"),
         ({"kind": "dspark"}, "needs mask_token_id"),
     ],
@@ -63,14 +65,15 @@ def test_an_unknown_setting_is_an_error():
         tiny_config(warmup_ratio=0.1)
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3", "mtp"])
 def test_shipped_configs_share_data_and_taps(kind):
     config = load_config(CONFIGS / f"smollm2_{kind}.py")
     dspark = load_config(CONFIGS / "smollm2_dspark.py")
     assert config.drafter.kind == kind
     for name in ("data", "seed", "sequence_length", "packed", "target", "dtype", "vocab_columns"):
         assert getattr(config, name) == getattr(dspark, name)
-    assert config.drafter.taps == dspark.drafter.taps and config.drafter.block_size == dspark.drafter.block_size
+    taps, block = (None, 1) if kind == "mtp" else (dspark.drafter.taps, dspark.drafter.block_size)
+    assert (config.drafter.taps, config.drafter.block_size) == (taps, block)
     assert (CONFIGS / f"smollm2_{kind}.py").read_text().startswith('"""')
 
 
@@ -100,4 +103,4 @@ def test_plain_values_tell_configs_apart():
     one, other = tiny_config(), tiny_config(seed=3)
     assert to_json(one) != to_json(other)
     assert to_json(one) == to_json(dataclasses.replace(other, seed=0))
-    assert set(KINDS) == {"dspark", "dflash", "eagle3"}
+    assert set(KINDS) == {"dspark", "dflash", "eagle3", "mtp"}

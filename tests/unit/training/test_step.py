@@ -89,7 +89,7 @@ def test_cached_features_are_the_online_ones(plain):
         one_step(config, batch, params=False)
 
 
-@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "mtp"])
 def test_br04_a_batch_without_supervised_tokens_teaches_nothing(kind):
     config = tiny_config(kind)
     batch = first_batch(config)
@@ -108,7 +108,7 @@ def test_bfloat16_keeps_float32_masters():
     assert {x.dtype for x in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
 def test_other_drafters_learn(kind):
     config = tiny_config(kind)
     batch = first_batch(config)
@@ -116,3 +116,23 @@ def test_other_drafters_learn(kind):
     later = one_step(config, batch, times=8)[2]
     assert later.loss < first.loss
     assert float(later.terms.blocks) == float(first.terms.blocks) > 0
+
+
+def test_mtp_learns_the_targets_distribution_after_the_next_token():
+    """One step at position i reads (last hidden i, token i+1) and is taught by the target at i+1 (SPEC §6)."""
+    config, target = tiny_config("mtp"), tiny_target()
+    batch = first_batch(config)
+    before, _, metrics = one_step(config, batch)
+    rows = tuple(jnp.asarray(x) for x in (batch.tokens, batch.segments, batch.positions))
+    hidden = forward_rows(target.config, target.params, target.tables, *rows).last_hidden
+    functions = create_step(config, target, 10).functions
+    tokens, segments, positions = rows
+    states = functions.train_states(before.params, target.tables, hidden, tokens, positions, segments)[:, :-1, 0]
+    draft, teacher = target.tables.logits(states), target.tables.logits(hidden[:, 1:])
+    p = jax.nn.softmax(teacher)
+    soft = -jnp.sum(p * jax.nn.log_softmax(draft), axis=-1)
+    counts = batch.loss_mask[:, :-1] & (batch.segments[:, 1:] == batch.segments[:, :-1])
+    np.testing.assert_allclose(metrics.loss, jnp.sum(soft * counts) / batch.tokens.size, rtol=1e-5)
+    accept = 1 - jnp.sum(jnp.abs(p - jax.nn.softmax(draft)), axis=-1) / 2
+    np.testing.assert_allclose(metrics.terms.accept_rate, [jnp.sum(accept * counts)], rtol=1e-5)
+    np.testing.assert_array_equal(metrics.terms.valid, [counts.sum()])
