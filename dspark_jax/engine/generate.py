@@ -45,6 +45,7 @@ def generate(
     confidence_threshold: float = 0.0,
     block_size: int | None = None,
     batch_size: int | None = None,
+    diagnostics: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Generation]:
     """Generate with speculative decoding; the output has the target's own distribution, whatever the drafter.
@@ -61,6 +62,8 @@ def generate(
         confidence_threshold: verify a block only up to the first token whose predicted accept rate is below this.
         block_size: draft tokens a round; None takes the drafter's trained size.
         batch_size: slots of the fixed batch; prompts beyond it wait for the next batch. None: up to 16.
+        diagnostics: record each round's confidence logits and analytic accept rates too, for one more pass over the
+            vocabulary a round; the text stays the same.
         on_progress: called after every round with (tokens emitted so far, requests finished so far).
 
     Returns:
@@ -95,6 +98,7 @@ def generate(
             slots,
             block,
             confidence_threshold,
+            diagnostics,
         )
         done = (sum(len(r.tokens) for r in results), len(results))
         report = None if on_progress is None else functools.partial(_forward_progress, on_progress, *done)
@@ -111,8 +115,9 @@ def _forward_progress(
 class _Batch:
     """One fixed batch of requests from prompt to end; the host side of the rounds."""
 
-    def __init__(self, target, drafter, prompts, budgets, seeds, settings, stops, slots, block, threshold):
+    def __init__(self, target, drafter, prompts, budgets, seeds, settings, stops, slots, block, threshold, diagnostics):
         self.prompts, self.slots, self.block, self.threshold = prompts, slots, block, threshold
+        self.diagnostics = diagnostics
         empty = slots - len(prompts)
         longest = max((len(p) + b for p, b in zip(prompts, budgets, strict=True)), default=1)
         # One block of junk may lie beyond the last kept position.
@@ -208,10 +213,10 @@ class _Batch:
         if self.threshold > 0:
             longest = int(np.max(jax.device_get(keep))) + 1
             width = buckets.pick(buckets.rungs(self.block + 1, first=1, ratio=1.5), longest, "verify width")
-        verify = functools.partial(self.rounds.verify, width=width)
+        verify = functools.partial(self.rounds.verify, width=width, diagnostics=self.diagnostics)
         confidence = proposal.confidence_logits
         state, report = self._program(
-            ("verify", width), verify, (2,), self.weights, self.requests, state, proposal, keep
+            ("verify", width, self.diagnostics), verify, (2,), self.weights, self.requests, state, proposal, keep
         )
         report, confidence = jax.device_get((report, confidence))
         self._record(report, confidence)
@@ -227,6 +232,7 @@ class _Batch:
             if first:
                 self.first_gaps[i] = float(report.top2_gap[i])
                 continue
+            extra = self._diagnostics(report, confidence, i) if self.diagnostics else {}
             probability = None if confidence is None else 1 / (1 + np.exp(-confidence[i].astype(np.float64)))
             self.history[i].append(
                 Round(
@@ -237,8 +243,16 @@ class _Batch:
                     stopped=bool(report.stopped[i]),
                     confidences=None if probability is None else tuple(float(p) for p in probability),
                     top2_gap=float(report.top2_gap[i]),
+                    **extra,
                 )
             )
+
+    @staticmethod
+    def _diagnostics(report: Report, confidence: np.ndarray | None, i: int) -> dict[str, tuple[float, ...]]:
+        found = {"confidence_logits": None if confidence is None else confidence[i]}
+        if report.accept_rates is not None:
+            found["accept_rates"] = report.accept_rates[i, : report.proposed[i]]
+        return {name: tuple(map(float, values)) for name, values in found.items() if values is not None}
 
 
 _FINISH: dict[FinishReason, Any] = {

@@ -21,6 +21,10 @@ class Round:
         confidences: predicted accept rates c_1..c_G of the whole block; None for drafters without the head.
         top2_gap: smallest gap between the two largest target logits of the emitted rows; how close to a tie a greedy
             choice was.
+        confidence_logits: logits of `confidences` as the drafter gave them (a probability near 1 has lost digits of
+            its logit); recorded with `diagnostics` only.
+        accept_rates: analytic accept rate of each verified position, the chance of accepting a token drawn from the
+            draft distribution there; recorded with `diagnostics` only.
     """
 
     proposed: int
@@ -30,6 +34,8 @@ class Round:
     stopped: bool
     confidences: tuple[float, ...] | None
     top2_gap: float
+    confidence_logits: tuple[float, ...] | None = None
+    accept_rates: tuple[float, ...] | None = None
 
     @property
     def accepted_length(self) -> int:

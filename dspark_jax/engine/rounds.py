@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.contract import DrafterFunctions
 from dspark_jax.nn.attention import KVCache, make_plan
+from dspark_jax.spec.calibration import accept_rates
 from dspark_jax.spec.verify import commit_tokens, confidence_cut, is_stop, leading, verify_block
 from dspark_jax.target.transformer import create_caches, forward_ragged
 from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetTables
@@ -87,6 +88,7 @@ class Report:
         done, reason: the request has ended, and why (`FinishReason`).
         proposed, accepted, accepted_raw, stopped: of the round's verification.
         top2_gap: smallest gap of the two largest target logits over the rows that decided a committed token.
+        accept_rates: analytic accept rate of each verified position; None unless asked for.
     """
 
     tokens: Int[Array, "S W"]
@@ -98,6 +100,7 @@ class Report:
     accepted_raw: Int[Array, "S"]
     stopped: Bool[Array, "S"]
     top2_gap: Float[Array, "S"]
+    accept_rates: Float[Array, "S G"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +228,7 @@ class Rounds:
         keep: Int[Array, "S"] | None,
         *,
         width: int,
+        diagnostics: bool = False,
     ) -> tuple[DecodeState, Report]:
         """Verify anchors and the kept drafts, commit, and extend the drafter's context with the committed rows.
 
@@ -233,6 +237,7 @@ class Rounds:
             proposal: drafted blocks; None for plain decoding.
             keep: drafts to verify of each slot, at most `width - 1`.
             width: rows a slot (static): only these run through the target.
+            diagnostics: also report the analytic accept rates (static), one more pass over the vocabulary.
         """
         slots = state.anchors.shape[0]
         if proposal is None:
@@ -280,6 +285,7 @@ class Rounds:
             accepted_raw=result.num_accepted_raw,
             stopped=result.stopped,
             top2_gap=jnp.min(gaps, axis=1),
+            accept_rates=accept_rates(logits, proposal, requests.sampling) if diagnostics else None,
         )
         anchors = jnp.where(active, result.next_token, state.anchors)
         return DecodeState(caches, draft, lengths, anchors, state.emitted + commit.count, done), report
