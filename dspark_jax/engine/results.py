@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-FinishName = Literal["stop", "length", "context"]
+FinishName = Literal["stop", "length", "context", "cancelled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Generation:
     Attributes:
         prompt: its token ids.
         tokens: generated ids, a final stop token included.
-        finish_reason: "stop", "length" (max_new_tokens) or "context" (the target's context is full).
+        finish_reason: "stop", "length" (max_new_tokens), "context" (no room is left) or "cancelled".
         rounds: what happened, round by round; the first token comes from the prompt's prefill, before any round.
         first_top2_gap: as `Round.top2_gap`, for that first token.
         timings: of the batch it ran in.

@@ -147,8 +147,8 @@ class KVCache:
     def _write_row(self, slot: Int[Array, ""], position: Int[Array, ""], k: Array, v: Array) -> KVCache:
         """Store one row in a loop of at most one turn.
 
-        XLA turns a one-row scatter into a dynamic-update-slice, fuses that into attention a second time, and then has to
-        copy the whole cache four times a layer: half the time of a one-token step on CPUs. It leaves a loop alone.
+        XLA turns a one-row scatter into a dynamic-update-slice, fuses that into attention a second time, and then has
+        to copy the whole cache four times a layer: a third of a one-token step on CPUs. It leaves a loop alone.
         """
 
         def store(_, cache: KVCache) -> KVCache:
@@ -162,65 +162,107 @@ class KVCache:
 
 
 @struct.dataclass
+class Region:
+    """A run of rows that attend together, as the `[s, Q]` rectangle of their slots.
+
+    Attributes:
+        slots: cache slot of each line of the rectangle, `[s]`; None where the lines are all slots in order.
+        row_of: row index of the q-th query of a line, `[s, Q]`; T (out of range) where there is none.
+        line: line of each row of the region; out of range for padding.
+        offset: q of each row of the region.
+    """
+
+    slots: Int[Array, "s"] | None
+    row_of: Int[Array, "s Q"]
+    line: Int[Array, "t"]
+    offset: Int[Array, "t"]
+
+
+@struct.dataclass
 class RaggedPlan:
-    """Where the rows of a ragged batch sit in the `[S, Q]` rectangle that attention works on.
+    """Where the rows of a ragged batch sit in the rectangles that attention works on, and what they see.
 
     Attributes:
         batch: the batch the plan was made for.
-        row_of: row index of the q-th query of a slot, `[S, Q]`; T (out of range) where there is none.
-        offset: q of each row, `[T]`.
+        regions: rectangles; their rows side by side are the batch's rows in order.
         visible: a row sees its slot's cache positions `< visible[row]`, `[T]`.
     """
 
     batch: RaggedTokens
-    row_of: Int[Array, "S Q"]
-    offset: Int[Array, "T"]
+    regions: tuple[Region, ...]
     visible: Int[Array, "T"]
 
 
 def make_plan(
-    batch: RaggedTokens, num_slots: int, rows_per_slot: int, visible: Int[Array, "T"] | None = None
+    batch: RaggedTokens,
+    num_slots: int,
+    rows_per_slot: int,
+    visible: Int[Array, "T"] | None = None,
+    *,
+    chunk: int = 0,
 ) -> RaggedPlan:
-    """Compute the rectangle of a ragged batch once per forward.
+    """Compute the rectangles of a ragged batch once per forward.
 
     Args:
-        batch: rows of a slot contiguous, consecutive positions, padding last.
+        batch: rows of a slot contiguous, consecutive positions, padding last (before the chunk and in it).
         num_slots: S.
         rows_per_slot: Q, at least the number of rows of any slot (static: part of the bucket).
         visible: override of what each row sees; by default a row sees itself and all before it.
+        chunk: the last so many rows are a prompt chunk of one slot, a rectangle of its own: S x chunk queries for the
+            sake of one slot would be wasted.
 
     Example, slots [0, 1, 1, 2] with S = 2 and Q = 2 gives row_of [[0, 4], [1, 2]] and offset [0, 0, 1, 0].
     """
-    rows = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
     total = batch.slots.shape[0]
+    regions: list[Region] = []
+    if total > chunk:
+        regions.append(_slots_region(batch.slots[: total - chunk], num_slots, rows_per_slot, total))
+    if chunk:
+        slots, q = batch.slots[total - chunk :], jnp.arange(chunk, dtype=jnp.int32)
+        inside = slots < num_slots
+        regions.append(
+            Region(
+                slots=slots[:1],
+                row_of=jnp.where(inside, total - chunk + q, total)[None],
+                line=jnp.where(inside, 0, 1),
+                offset=q,
+            )
+        )
+    return RaggedPlan(batch, tuple(regions), batch.positions + 1 if visible is None else visible)
+
+
+def _slots_region(slots: Int[Array, "t"], num_slots: int, rows_per_slot: int, total: int) -> Region:
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)
     # The first row of each slot; the scatter drops padding.
-    start = jnp.full((num_slots,), total, jnp.int32).at[batch.slots].min(rows, mode="drop")
-    count = jnp.zeros((num_slots,), jnp.int32).at[batch.slots].add(1, mode="drop")
+    start = jnp.full((num_slots,), total, jnp.int32).at[slots].min(rows, mode="drop")
+    count = jnp.zeros((num_slots,), jnp.int32).at[slots].add(1, mode="drop")
     q = jnp.arange(rows_per_slot, dtype=jnp.int32)
     row_of = jnp.where(q[None, :] < count[:, None], start[:, None] + q[None, :], total)
-    offset = rows - jnp.take(start, batch.slots, mode="fill", fill_value=0)
-    return RaggedPlan(
-        batch=batch,
-        row_of=row_of,
-        offset=jnp.where(batch.slots < num_slots, offset, 0),
-        visible=batch.positions + 1 if visible is None else visible,
-    )
+    offset = rows - jnp.take(start, slots, mode="fill", fill_value=0)
+    return Region(slots=None, row_of=row_of, line=slots, offset=jnp.where(slots < num_slots, offset, 0))
 
 
 def cache_attend(plan: RaggedPlan) -> Attend:
     """Attention of ragged rows over the slot cache; writes the rows' keys and values first."""
+    positions = plan.batch.positions
 
-    def attend(spec: AttentionSpec, q, k, v, cache: KVCache):
-        slots, positions = plan.batch.slots, plan.batch.positions
-        cache = cache.write(slots, positions, k, v)
-        rectangle = jnp.take(q, plan.row_of, axis=0, mode="fill", fill_value=0)
-        until = jnp.take(plan.visible, plan.row_of, mode="fill", fill_value=0)
+    def attend_region(region: Region, spec: AttentionSpec, q: Array, cache: KVCache) -> Array:
+        lines = region.slots
+        if lines is not None:
+            cache = jax.tree.map(lambda x: jnp.take(x, lines, axis=0, mode="clip"), cache)
+        rectangle = jnp.take(q, region.row_of, axis=0, mode="fill", fill_value=0)
+        until = jnp.take(plan.visible, region.row_of, mode="fill", fill_value=0)
         key = jnp.arange(cache.k.shape[2], dtype=jnp.int32)
         mask = key[None, None, :] < until[:, :, None]
         if spec.window is not None:
-            at = jnp.take(positions, plan.row_of, mode="fill", fill_value=0)
+            at = jnp.take(positions, region.row_of, mode="fill", fill_value=0)
             mask &= key[None, None, :] > at[:, :, None] - spec.window
         out = heads_first_attention(rectangle, cache.k, cache.v, mask, spec.scale)
-        return out.at[slots, plan.offset].get(mode="fill", fill_value=0), cache
+        return out.at[region.line, region.offset].get(mode="fill", fill_value=0)
+
+    def attend(spec: AttentionSpec, q, k, v, cache: KVCache):
+        cache = cache.write(plan.batch.slots, positions, k, v)
+        outs = [attend_region(region, spec, q, cache) for region in plan.regions]
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs), cache
 
     return attend

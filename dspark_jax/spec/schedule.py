@@ -184,7 +184,12 @@ def greedy_lengths(
 
 
 def choose_capacity(
-    survival: Float[np.ndarray, "S G"], num_active: int, curve: CostCurve, *, prompt_rows: int = 0
+    survival: Float[np.ndarray, "S G"],
+    num_active: int,
+    curve: CostCurve,
+    *,
+    prompt_rows: int = 0,
+    plain: CostCurve | None = None,
 ) -> int:
     """Choose the bucket of a round: the best throughput over the whole cost curve. Runs on the host.
 
@@ -198,9 +203,11 @@ def choose_capacity(
         num_active: requests of the round, each with one row of its own.
         curve: seconds of a round by bucket.
         prompt_rows: further rows of the round that hold prompt tokens; they take space and commit nothing.
+        plain: seconds of a round that drafts nothing at all; None where a round always drafts.
 
     Returns:
-        Rows of the round, a bucket of the curve. Of equally good ones, the smallest.
+        Rows of the round, a bucket of the curve; of equally good ones, the smallest. 0 means that not even drafting
+        pays: `plain` has the better throughput.
 
     Raises:
         ValueError: the rows that must run do not fit the largest bucket.
@@ -216,7 +223,10 @@ def choose_capacity(
     gain = np.concatenate([[0.0], np.cumsum(best, dtype=np.float64)])
     drafts = np.minimum(buckets - required, num_active * survival.shape[1])
     throughput = (num_active + gain[np.minimum(drafts, best.size)]) / np.asarray(curve.bucket_seconds[first:])
-    return int(buckets[np.argmax(throughput)])
+    best_round = int(np.argmax(throughput))
+    if plain is not None and num_active / plain.seconds(required) >= throughput[best_round]:
+        return 0
+    return int(buckets[best_round])
 
 
 def fill_capacity(
@@ -341,7 +351,13 @@ class Greedy(_Profiled):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(_Profiled):
-    """Capacity from the confidences of two rounds ago (`choose_capacity`), filled by this round's (`fill_capacity`)."""
+    """Capacity from the confidences of two rounds ago (`choose_capacity`), filled by this round's (`fill_capacity`).
+
+    Attributes:
+        plain: cost of a round that drafts nothing; None where every round drafts.
+    """
+
+    plain: CostCurve | None = None
 
     def __str__(self) -> str:
         return "scheduled"
@@ -351,12 +367,13 @@ Policy = NoDraft | Fixed | Threshold | Greedy | Scheduled
 """How many drafts a round verifies."""
 
 
-def parse_policy(text: str, curve: CostCurve | None = None) -> Policy:
+def parse_policy(text: str, curve: CostCurve | None = None, plain: CostCurve | None = None) -> Policy:
     """Read a policy from its name: none, fixed:K, threshold:C, greedy or scheduled.
 
     Args:
         text: the name; `str(policy)` gives it back.
         curve: cost of a round, for greedy and scheduled; the others do not need one.
+        plain: cost of a round that drafts nothing, for scheduled.
 
     Returns:
         The policy.
@@ -368,7 +385,7 @@ def parse_policy(text: str, curve: CostCurve | None = None) -> Policy:
     if name in ("none", "greedy", "scheduled"):
         if colon:
             raise ValueError(f"policy {text!r} has a number: expected just {name!r}.")
-        return NoDraft() if name == "none" else Greedy(curve) if name == "greedy" else Scheduled(curve)
+        return NoDraft() if name == "none" else Greedy(curve) if name == "greedy" else Scheduled(curve, plain)
     if name not in ("fixed", "threshold"):
         raise ValueError(
             f"unknown policy {text!r}: expected none, fixed:K (drafts), threshold:C (probability), greedy or scheduled."

@@ -114,15 +114,61 @@ def verify_block(
     Returns:
         Counts and the target's own next token.
     """
+    slots, width, vocab = target_logits.shape
+    rows = jnp.arange(slots * width, dtype=jnp.int32).reshape(slots, width)
+    return verify_rows(
+        target_logits.reshape(slots * width, vocab),
+        rows,
+        jnp.repeat(jnp.arange(slots), width),
+        proposal,
+        lengths,
+        anchor_positions,
+        request_keys,
+        sampling,
+        stop_ids,
+        active,
+    )
+
+
+def verify_rows(
+    target_logits: Float[Array, "T V"],
+    row_of: Int[Array, "S G1"],
+    row_slots: Int[Array, "T"],
+    proposal: Proposal,
+    lengths: Int[Array, "S"],
+    anchor_positions: Int[Array, "S"],
+    request_keys: Key[Array, "S"],
+    sampling: Sampling,
+    stop_ids: Int[Array, "S E"],
+    active: Bool[Array, "S"],
+) -> Verification:
+    """Verify blocks of different lengths whose target rows lie side by side, none of them padding inside a block.
+
+    Args:
+        target_logits: one row a token that ran through the target.
+        row_of: row of the anchor and of each draft token of a slot; only the first `lengths + 1` are read.
+        row_slots: slot of each row; out of range for padding.
+        proposal, lengths, anchor_positions, request_keys, sampling, stop_ids, active: as in `verify_block`.
+
+    Returns:
+        As `verify_block`.
+    """
     lengths = jnp.clip(jnp.minimum(lengths, proposal.num_valid), 0, proposal.tokens.shape[1])
     if sampling.mode == "greedy":
         best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
+        best = jnp.take(best, row_of, mode="fill", fill_value=0)
         matches = proposal.tokens == best[:, :-1]
         accepted = leading(matches & (jnp.arange(matches.shape[1]) < lengths[:, None]))
         next_token = jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
     else:
+        by_row = jax.tree.map(lambda x: jnp.take(x, row_slots, mode="clip"), sampling)
         accepted, next_token = _verify_sampled(
-            target_logits, proposal, lengths, anchor_positions, request_keys, sampling
+            sampling_rules.probabilities(target_logits, by_row),
+            row_of,
+            proposal,
+            lengths,
+            anchor_positions,
+            request_keys,
         )
     stops = is_stop(proposal.tokens, stop_ids) & (jnp.arange(proposal.tokens.shape[1]) < accepted[:, None])
     stopped = jnp.any(stops, axis=-1)
@@ -136,26 +182,25 @@ def verify_block(
 
 
 def _verify_sampled(
-    target_logits: Float[Array, "S G1 V"],
+    p: Float[Array, "T V"],
+    row_of: Int[Array, "S G1"],
     proposal: Proposal,
     lengths: Int[Array, "S"],
     anchor_positions: Int[Array, "S"],
     request_keys: Key[Array, "S"],
-    sampling: Sampling,
 ) -> tuple[Int[Array, "S"], Int[Array, "S"]]:
     """Accept by the ratio, then draw the correction or the bonus token. Returns (accepted, next token)."""
     tokens = proposal.tokens
-    p = sampling_rules.probabilities(target_logits, sampling)
-    p_token = _at(p[:, :-1], tokens)
+    p_token = p.at[row_of[:, :-1], tokens].get(mode="fill", fill_value=0)
     q_token = jnp.ones_like(p_token) if proposal.probs is None else _at(proposal.probs, tokens)
     slots = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     draws = sampling_rules.uniforms(request_keys, anchor_positions, Purpose.ACCEPT, slots)
     accepted = accept_prefix(p_token, q_token, draws, lengths)
 
     rejected = accepted < lengths
-    p_next, q_next = next_token_rows(p, proposal, accepted)
+    p_next = jnp.take(p, jnp.take_along_axis(row_of, accepted[:, None], axis=1)[:, 0], axis=0, mode="clip")
     # Nothing was drawn against the bonus row: q = 0 leaves p.
-    law = sampling_rules.residual(p_next, jnp.where(rejected[:, None], q_next, 0.0))
+    law = sampling_rules.residual(p_next, jnp.where(rejected[:, None], _draft_row(proposal, accepted, p_next), 0.0))
     purpose = jnp.where(rejected, Purpose.RESIDUAL, Purpose.BONUS)
     draw = sampling_rules.uniforms(request_keys, anchor_positions, purpose, accepted[:, None])[:, 0]
     return accepted, sampling_rules.sample(law, draw)
@@ -175,13 +220,18 @@ def next_token_rows(
         (p, q) rows over V.
     """
     p_row = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
+    return p_row, _draft_row(proposal, accepted, p_row)
+
+
+def _draft_row(proposal: Proposal, accepted: Int[Array, "S"], p_row: Float[Array, "S V"]) -> Float[Array, "S V"]:
+    """Draft distribution at the first slot that was not accepted, in the shape of the target's."""
     if proposal.tokens.shape[1] == 0:  # plain decoding: a block without drafts
-        return p_row, jnp.zeros_like(p_row)
+        return jnp.zeros_like(p_row)
     slot = jnp.minimum(accepted, proposal.tokens.shape[1] - 1)[:, None]
     if proposal.probs is None:
         token = jnp.take_along_axis(proposal.tokens, slot, axis=1)
-        return p_row, (token == jnp.arange(p.shape[-1])).astype(p.dtype)
-    return p_row, jnp.take_along_axis(proposal.probs, slot[..., None], axis=1)[:, 0]
+        return (token == jnp.arange(p_row.shape[-1])).astype(p_row.dtype)
+    return jnp.take_along_axis(proposal.probs, slot[..., None], axis=1)[:, 0]
 
 
 def _at(probs: Float[Array, "S G V"], tokens: Int[Array, "S G"]) -> Float[Array, "S G"]:
@@ -189,9 +239,7 @@ def _at(probs: Float[Array, "S G V"], tokens: Int[Array, "S G"]) -> Float[Array,
     return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
 
 
-def confidence_cut(
-    confidence_logits: Float[Array, "S G"], threshold: float | Float[Array, ""]
-) -> Int[Array, "S"]:
+def confidence_cut(confidence_logits: Float[Array, "S G"], threshold: float | Float[Array, ""]) -> Int[Array, "S"]:
     """Verify only the prefix before the first doubtful draft token (SPEC §8, threshold mode).
 
     The offline diagnostic of the paper: no load, no cost model. Slot k is doubtful where not (sigmoid(logit_k) >=

@@ -89,8 +89,8 @@ def test_causal_mask_with_a_window():
 def test_plan_of_the_docstring():
     batch = RaggedTokens(tokens=jnp.zeros(4, jnp.int32), slots=jnp.asarray([0, 1, 1, 2]), positions=jnp.arange(4))
     plan = make_plan(batch, 2, 2)
-    np.testing.assert_array_equal(plan.row_of, [[0, 4], [1, 2]])
-    np.testing.assert_array_equal(plan.offset, [0, 0, 1, 0])
+    np.testing.assert_array_equal(plan.regions[0].row_of, [[0, 4], [1, 2]])
+    np.testing.assert_array_equal(plan.regions[0].offset, [0, 0, 1, 0])
     np.testing.assert_array_equal(plan.visible, [1, 2, 3, 4])
 
 
@@ -98,8 +98,8 @@ def test_plan_with_slots_out_of_order_and_absent():
     zeros = jnp.zeros(5, jnp.int32)
     batch = RaggedTokens(tokens=zeros, slots=jnp.asarray([2, 2, 0, 3, 3]), positions=zeros)
     plan = make_plan(batch, 3, 3)
-    np.testing.assert_array_equal(plan.row_of, [[2, 5, 5], [5, 5, 5], [0, 1, 5]])
-    np.testing.assert_array_equal(plan.offset, [0, 1, 0, 0, 0])
+    np.testing.assert_array_equal(plan.regions[0].row_of, [[2, 5, 5], [5, 5, 5], [0, 1, 5]])
+    np.testing.assert_array_equal(plan.regions[0].offset, [0, 1, 0, 0, 0])
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -1,0 +1,506 @@
+"""Continuous batching: requests come and go while the device works, and every step is filled with what pays.
+
+A step runs the anchors of all running requests, the drafts its policy keeps and a chunk of one waiting prompt as one
+ragged batch, padded to a bucket. The host only plans: shapes, who enters, which prompt is next. It plans from reports
+two steps old and so never waits for the device inside a step; a request that has ended is noticed late, and what the
+device did for its slot meanwhile is nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax import buckets
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.requests import MAX_STOP_TOKENS, Prompt, Request, check_request
+from dspark_jax.engine.results import FinishName, Generation, Timings
+from dspark_jax.engine.steps import Admission, Chunk, Draft, Limits, PolicyKind, Report, Slots, Steps, Weights
+from dspark_jax.spec.schedule import Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
+from dspark_jax.target.loading import Target
+
+CHUNK_LADDER = (32, 128)
+"""Prompt tokens of a step."""
+PROBE_EVERY = 16
+"""Policy `scheduled` drafts at least once in so many steps, also where plain decoding is faster."""
+_LENGTH_STEP = 128
+_MODES = ("greedy", "plain", "filtered")
+
+
+class EngineFull(RuntimeError):
+    """The queue has no room: take results or wait, then submit again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """Tokens of one request that became final in a step.
+
+    Attributes:
+        request: its id.
+        tokens: token ids; empty for a request that ended without any (`max_new_tokens` = 0, cancelled).
+        finish_reason: None while the request goes on.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    finish_reason: FinishName | None
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Sums over steps.
+
+    Attributes:
+        steps: steps dispatched.
+        rows: rows the target ran, padding included.
+        real_rows: those that carried an anchor, a draft or a prompt token.
+        drafts: draft tokens verified.
+        accepted: draft tokens accepted.
+        tokens: tokens committed.
+        verify_budget: rows of anchors and drafts, over steps that had any.
+        verify_steps: steps that had any.
+        plan_seconds: host time of planning and dispatching.
+        wait_seconds: host time spent waiting for a report (or, where a policy asks for it, for confidences).
+    """
+
+    steps: int = 0
+    rows: int = 0
+    real_rows: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    verify_budget: int = 0
+    verify_steps: int = 0
+    plan_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    @property
+    def padding(self) -> float:
+        """Share of rows that carried nothing."""
+        return 1 - self.real_rows / self.rows if self.rows else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A dispatched step: its report, whose requests sat in the slots, and which slot's first token it draws."""
+
+    report: Report
+    owners: tuple[Request | None, ...]
+    first: int | None
+    chunk_rows: int
+
+
+class Engine:
+    """A target and perhaps a drafter behind a queue.
+
+    Args:
+        target: the model whose text this is.
+        drafter: what proposes blocks; None decodes one token a step.
+        slots: requests that run at the same time.
+        max_length: tokens of prompt and response together that a slot holds.
+        policy: how much of each block is verified; None verifies whole blocks (without a drafter: nothing).
+        row_ladder: numbers of rows that anchors and drafts of a step are padded to; None makes one.
+        mixed_ladder: those of steps that also carry a prompt chunk; None takes every second one.
+        chunk_ladder: prompt tokens of a step are padded to one of these.
+        max_queue: requests that may wait for a slot; None for no limit.
+        lag: steps the host plans ahead of the reports it has read; 0 waits for every step.
+
+    Raises:
+        ValueError: a policy that the drafter cannot follow, or sizes out of range.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        slots: int,
+        max_length: int,
+        policy: Policy | None = None,
+        row_ladder: Sequence[int] | None = None,
+        mixed_ladder: Sequence[int] | None = None,
+        chunk_ladder: Sequence[int] = CHUNK_LADDER,
+        max_queue: int | None = None,
+        lag: int = 2,
+    ):
+        if slots < 1 or max_length < 2 or lag < 0:
+            raise ValueError(f"expected slots >= 1, max_length >= 2 and lag >= 0, found {slots}, {max_length}, {lag}")
+        block = 0 if drafter is None else drafter.config.block_size
+        self.policy = policy if policy is not None else Fixed(block) if block else NoDraft()
+        kind, limit, drafted = _policy_shape(self.policy, drafter)
+        self.target, self.lag, self.max_queue = target, lag, max_queue
+        self.context = min(max_length, target.config.max_position)
+        self.steps = Steps(
+            target=target.config,
+            drafter=None if drafter is None or kind == "none" else drafter.functions,
+            dtype=target.dtype,
+            slots=slots,
+            # One block of junk may lie beyond the last kept position.
+            max_length=-(-(self.context + limit + 1) // _LENGTH_STEP) * _LENGTH_STEP,
+            context=self.context,
+            policy=kind,
+            limit=limit,
+            block_size=drafted,
+        )
+        largest = slots * (limit + 1)
+        self.row_ladder = tuple(row_ladder or buckets.rungs(largest, first=1, ratio=1.25))
+        self.mixed_ladder = tuple(mixed_ladder or sorted({*self.row_ladder[1::2], self.row_ladder[-1]}))
+        self.chunk_ladder = tuple(chunk_ladder)
+        for name, ladder in (("row_ladder", self.row_ladder), ("mixed_ladder", self.mixed_ladder)):
+            if ladder[-1] < largest:
+                raise ValueError(f"{name} ends at {ladder[-1]}; {slots} slots of {limit + 1} rows need {largest}")
+        draft_params = None if self.steps.drafter is None or drafter is None else drafter.params
+        self.weights = Weights(target.params, target.tables, draft_params)
+        curve = self.policy.curve if isinstance(self.policy, (Greedy, Scheduled)) else None
+        self.curve = curve
+        self.plain = self.policy.plain if isinstance(self.policy, Scheduled) else None
+        self.undrafted = 0
+        self.plain_rows = buckets.pick(self.mixed_ladder, slots, "rows")
+        seconds = np.ones(1, np.float32) if curve is None or kind != "greedy" else curve.seconds_by_rows(largest)
+        self.threshold = np.float32(self.policy.c if isinstance(self.policy, Threshold) else 0.0)
+        self.seconds = jnp.asarray(seconds)
+        self.statistics = Statistics()
+        self.queue: deque[Request] = deque()
+        self.requests: list[Request | None] = [None] * slots
+        self.in_flight: deque[_InFlight] = deque()
+        self.submitted = 0
+        self.results: dict[int, Request] = {}
+        self._compiled: dict[Any, Any] = {}
+        vocab = target.tables.embed.shape[0]
+        init = PROGRAMS.get((self.steps, "init", vocab), lambda: self.steps.init(vocab, MAX_STOP_TOKENS), ())
+        self.slots, self.memory = init()
+
+    def warm_up(self, modes: Sequence[str] = ("greedy",)) -> int:
+        """Compile every program that requests of these sampling modes can need; returns how many were new."""
+        before = PROGRAMS.count
+        ladders = [(0, self.row_ladder), *((width, (0, *self.mixed_ladder)) for width in self.chunk_ladder)]
+        limits = self._limits(0)
+        for mode in modes:
+            if mode not in _MODES:
+                raise ValueError(f"unknown sampling mode {mode!r}: expected one of {_MODES}")
+            slots, draft = self._slots(mode), None
+            if self.steps.drafter is not None:
+                args = (self.weights, slots, self.memory, limits)
+                self._program("propose", mode, self.steps.propose, (2,), *args)
+                _, draft = jax.eval_shape(self.steps.propose, *args)
+            for width, ladder in ladders:
+                chunk = None if not width else _chunk([], 0, 0, width)
+                for rows in ladder:
+                    self._step_program(rows, mode, slots, draft if rows else None, chunk)
+                    if self.plain is not None and rows <= self.plain_rows:
+                        self._step_program(rows, mode, slots, None, chunk)
+        request = check_request(
+            self.target, self.context, 0, [0], max_new_tokens=1, temperature=0.0, top_k=None, top_p=None, min_p=None,
+            seed=0, stop_token_ids=(),
+        )  # fmt: skip
+        self._program("admit", "greedy", self.steps.admit, (0,), self.slots, _admission(request, 0))
+        self._program("end", "greedy", self.steps.end, (0,), self.slots, np.int32(0))
+        return PROGRAMS.count - before
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """Queue a request; arguments as in `generate`. Returns its id.
+
+        Raises:
+            ValueError: the request cannot be run; nothing else is affected.
+            EngineFull: the queue is full.
+        """
+        if self.max_queue is not None and len(self.queue) >= self.max_queue and None not in self.requests:
+            raise EngineFull(
+                f"{len(self.queue)} requests wait and {len(self.requests)} run: step the engine, then submit again"
+            )
+        request = check_request(
+            self.target,
+            self.context,
+            self.submitted,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+        )
+        self.submitted += 1
+        self.queue.append(request)
+        return request.id
+
+    def cancel(self, number: int) -> bool:
+        """End a request that waits or runs, with the tokens it has; returns whether there was one."""
+        for request in self.queue:
+            if request.id == number:
+                self.queue.remove(request)
+                self._finish(request, "cancelled")
+                return True
+        for slot, running in enumerate(self.requests):
+            if running is not None and running.id == number:
+                args = (self.slots, np.int32(slot))
+                self.slots = self._program("end", "greedy", self.steps.end, (0,), *args)(*args)
+                self.requests[slot] = None
+                self._finish(running, "cancelled")
+                return True
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is on its way."""
+        return not self.queue and not self.in_flight and all(r is None for r in self.requests)
+
+    def step(self) -> list[Committed]:
+        """Plan and dispatch one step; returns what has become final meanwhile."""
+        events = self._collect(self.lag)
+        started, waited = time.perf_counter(), self.statistics.wait_seconds
+        events += self._admit()
+        dispatched = self._dispatch()
+        self.statistics.plan_seconds += time.perf_counter() - started - (self.statistics.wait_seconds - waited)
+        if not dispatched:
+            events += self._collect(0)
+        return events
+
+    def stream(self) -> Iterator[Committed]:
+        """Step until nothing is left, yielding tokens as they become final; more may be submitted meanwhile."""
+        while not self.idle:
+            yield from self.step()
+
+    def run(self) -> dict[int, Generation]:
+        """Step until nothing is left; returns the results not yet taken, by id."""
+        for _ in self.stream():
+            pass
+        return {number: self.take(number) for number in list(self.results)}
+
+    def take(self, number: int) -> Generation:
+        """Result of a request that has ended; it is forgotten here.
+
+        Raises:
+            KeyError: it has not ended, was taken before, or never existed.
+        """
+        if number not in self.results:
+            raise KeyError(f"request {number} has no result to take: it runs still, was taken, or never existed")
+        request = self.results.pop(number)
+        assert request.finish_reason is not None and request.ended is not None  # else it were no result
+        started = request.submitted if request.started is None else request.started
+        first = request.ended if request.first is None else request.first
+        return Generation(
+            prompt=tuple(request.prompt),
+            tokens=tuple(request.tokens),
+            finish_reason=request.finish_reason,
+            rounds=tuple(request.rounds),
+            first_top2_gap=request.first_gap,
+            timings=Timings(first - started, request.ended - first, compile=0.0, rounds=len(request.rounds)),
+        )
+
+    def _finish(self, request: Request, reason: FinishName | None = None) -> None:
+        if reason is not None:
+            request.finish(reason)
+        self.results[request.id] = request
+
+    def _admit(self) -> list[Committed]:
+        """Put waiting requests into free slots."""
+        events = []
+        for slot, running in enumerate(self.requests):
+            while running is None and self.queue:
+                request = self.queue.popleft()
+                request.started = time.perf_counter()
+                if request.budget == 0:
+                    self._finish(request, "length")
+                    events.append(Committed(request.id, (), "length"))
+                    continue
+                args = (self.slots, _admission(request, slot))
+                self.slots = self._program("admit", "greedy", self.steps.admit, (0,), *args)(*args)
+                self.requests[slot] = running = request
+        return events
+
+    def _next_chunk(self) -> tuple[Chunk | None, int | None]:
+        """The next part of the longest-waiting prompt, and the slot whose first token it draws."""
+        waiting = [(r.id, slot, r) for slot, r in enumerate(self.requests) if r is not None and not r.prompt_done]
+        if not waiting:
+            return None, None
+        _, slot, request = min(waiting)
+        begin = request.cursor
+        count = min(len(request.prompt) - begin, self.chunk_ladder[-1])
+        width = buckets.pick(self.chunk_ladder, count, "prompt chunk")
+        request.cursor += count
+        return _chunk(request.prompt, slot, begin, width), slot if request.prompt_done else None
+
+    def _dispatch(self) -> bool:
+        """Send the next step to the device; returns whether there was anything to do."""
+        running = [r for r in self.requests if r is not None and r.prompt_done]
+        chunk, first = self._next_chunk()
+        if not running and chunk is None:
+            return False
+        mode = self._mode()
+        slots, draft, rows = self._slots(mode), None, 0
+        if running:
+            draft, rows = self._draft(mode, slots, running, self.row_ladder if chunk is None else self.mixed_ladder)
+        program = self._step_program(rows, mode, slots, draft, chunk)
+        self.slots, self.memory, report = program(self.weights, slots, self.memory, draft, chunk)
+        self.slots = self._slots("greedy")
+        for leaf in jax.tree.leaves(report):
+            leaf.copy_to_host_async()
+        chunk_rows = 0 if chunk is None else int(chunk.count)
+        self.in_flight.append(_InFlight(report, tuple(self.requests), first, chunk_rows))
+        self.statistics.steps += 1
+        self.statistics.rows += rows + (0 if chunk is None else chunk.tokens.shape[0] - 1)
+        self.statistics.verify_budget += rows
+        self.statistics.verify_steps += rows > 0
+        return True
+
+    def _draft(
+        self, mode: str, slots: Slots, running: list[Request], ladder: tuple[int, ...]
+    ) -> tuple[Draft | None, int]:
+        """Draft for the running requests; returns the draft and the rows of the step."""
+        steps = self.steps
+        if steps.drafter is None:
+            return None, buckets.pick(ladder, len(running), "rows")
+        full = len(running) * (steps.limit + 1)
+        capacity = full
+        if steps.policy == "scheduled" and self.curve is not None:
+            known = [r.survival for r in running if r.survival is not None]
+            # A request without a report of its own yet is taken for the mean of the others, the first for certain.
+            usual = np.mean(known, axis=0) if known else np.ones(steps.block_size)
+            old = np.stack([usual if r.survival is None else r.survival for r in running])
+            capacity = choose_capacity(old[:, : steps.limit], len(running), self.curve, plain=self.plain)
+            # Now and then a block is drafted all the same: without one there are no confidences to go by.
+            self.undrafted = 0 if capacity or self.undrafted == PROBE_EVERY else self.undrafted + 1
+            if self.undrafted:
+                return None, buckets.pick(ladder, len(running), "rows")
+            capacity = capacity or len(running)
+        rows = buckets.pick(ladder, min(capacity, full), "rows")
+        args = (self.weights, slots, self.memory, self._limits(rows))
+        self.memory, draft = self._program("propose", mode, steps.propose, (2,), *args)(*args)
+        if steps.policy == "threshold" or (steps.policy == "greedy" and self.curve is not None):
+            # Only here does a step's shape depend on its own confidences: the host has to wait for them.
+            waiting = time.perf_counter()
+            keep, done = jax.device_get((draft.keep, slots.done))
+            self.statistics.wait_seconds += time.perf_counter() - waiting
+            rows = buckets.pick(ladder, max(1, int(np.sum(np.where(done, 0, keep + 1)))), "rows")
+        return draft, rows
+
+    def _mode(self) -> str:
+        """The widest sampling mode among the running requests."""
+        return max((r.mode for r in self.requests if r is not None), key=_MODES.index, default="greedy")
+
+    def _collect(self, leave: int) -> list[Committed]:
+        """Read reports until at most `leave` steps are in flight."""
+        events = []
+        while len(self.in_flight) > leave:
+            flight = self.in_flight.popleft()
+            waiting = time.perf_counter()
+            report = jax.device_get(flight.report)
+            self.statistics.wait_seconds += time.perf_counter() - waiting
+            for slot, owner in enumerate(flight.owners):
+                if owner is None or owner.finish_reason is not None:
+                    continue
+                tokens = owner.take(report, slot, first=slot == flight.first)
+                if not tokens:
+                    continue
+                events.append(Committed(owner.id, tuple(tokens), owner.finish_reason))
+                self.statistics.tokens += len(tokens)
+                if owner.finish_reason is not None:
+                    self._finish(owner)
+                    if self.requests[slot] is owner:
+                        self.requests[slot] = None
+            ran = sum(1 for slot, count in enumerate(report.count) if count and slot != flight.first)
+            drafts = int(np.sum(report.proposed))
+            self.statistics.real_rows += ran + drafts + flight.chunk_rows
+            self.statistics.drafts += drafts
+            self.statistics.accepted += int(np.sum(report.accepted))
+        return events
+
+    def _limits(self, capacity: int) -> Limits:
+        values: dict[str, Any] = {"threshold": self.threshold, "capacity": np.int32(capacity), "seconds": self.seconds}
+        return Limits(**values)
+
+    def _slots(self, mode: str) -> Slots:
+        """The slots for a program of a sampling mode."""
+        return dataclasses.replace(self.slots, sampling=dataclasses.replace(self.slots.sampling, mode=mode))
+
+    def _step_program(self, rows: int, mode: str, slots: Slots, draft: Any, chunk: Chunk | None) -> Any:
+        """The program of a step's shape."""
+        name = ("step", rows, 0 if chunk is None else chunk.tokens.shape[0] - 1, draft is not None)
+        function = functools.partial(self.steps.step, rows=rows)
+        return self._program(name, mode, function, (1, 2), self.weights, slots, self.memory, draft, chunk)
+
+    def _program(self, name: Any, mode: str, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
+        """A compiled program; within one engine, name and mode say everything about its shapes."""
+        key = (name, mode)
+        if key not in self._compiled:
+            # Only drafting knows the policy: engines that differ in nothing else share their other programs.
+            steps = self.steps if name == "propose" else dataclasses.replace(self.steps, policy="none", block_size=0)
+            self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args)
+        return self._compiled[key]
+
+
+def _chunk(prompt: list[int], slot: int, begin: int, width: int) -> Chunk:
+    """Up to `width` tokens of a prompt; a fresh array, since the device may still read the last one."""
+    tokens = np.zeros(width + 1, np.int32)
+    part = prompt[begin : begin + width + 1]
+    tokens[: len(part)] = part
+    count = min(len(prompt) - begin, width)
+    ends = begin + count == len(prompt)
+    values: dict[str, Any] = {"slot": np.int32(slot), "start": np.int32(begin), "count": np.int32(count)}
+    return Chunk(tokens=cast(Any, tokens), ends=cast(Any, np.bool_(ends)), **values)
+
+
+def _admission(request: Request, slot: int) -> Admission:
+    values: dict[str, Any] = {
+        "slot": np.int32(slot),
+        "seed": np.uint32(request.seed),
+        "stop_ids": request.stop_ids,
+        "budget": np.int32(request.budget),
+    }
+    return Admission(**values, **cast(Any, request.settings))
+
+
+def _policy_shape(policy: Policy, drafter: Drafter | None) -> tuple[PolicyKind, int, int]:
+    """Kind of a policy, drafts verified at most, and drafts drafted.
+
+    Raises:
+        ValueError: the drafter cannot follow it.
+    """
+    if isinstance(policy, NoDraft):
+        return "none", 0, 0
+    if drafter is None:
+        raise ValueError(f"policy {policy} verifies drafts, but there is no drafter: give one, or use policy none")
+    block = drafter.config.block_size
+    if isinstance(policy, Fixed):
+        if policy.k > block and not drafter.functions.stops_early:
+            raise ValueError(
+                f"policy {policy} verifies more drafts than drafter {drafter.name!r} has in a block: {block}"
+            )
+        # An autoregressive drafter stops after k; a parallel one drafts the block it was trained for.
+        return "fixed", policy.k, policy.k if drafter.functions.stops_early else block
+    if not drafter.config.confidence_head:
+        raise ValueError(f"policy {policy} needs confidences, but drafter {drafter.name!r} has no confidence head")
+    kind: PolicyKind = (
+        "threshold" if isinstance(policy, Threshold) else "greedy" if isinstance(policy, Greedy) else "scheduled"
+    )
+    if isinstance(policy, (Greedy, Scheduled)) and policy.verifies_everything:
+        warnings.warn(
+            f"policy {policy} has no step-cost profile and verifies every draft token: make one with "
+            "`python -m dspark_jax.profile`",
+            stacklevel=3,
+        )
+        kind = "fixed"
+    return kind, block, block

@@ -1,0 +1,228 @@
+"""What a step costs on this machine: the curve that hardware-aware scheduling needs (SPEC §9)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.engine.engine import Engine
+from dspark_jax.engine.steps import Draft
+from dspark_jax.files import atomic_write, fingerprint
+from dspark_jax.spec.schedule import CostCurve, Fixed
+from dspark_jax.target.loading import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProfile:
+    """Median seconds of the engine's programs for one target, drafter and number of slots.
+
+    Attributes:
+        device, jax: kind of device and version it was measured on.
+        date: when.
+        target, drafter: fingerprints of the weights.
+        slots: slots of the engine.
+        context: tokens that every slot held.
+        rows: rows of a step.
+        step: seconds of a step that verifies drafts, by `rows`: target, verification, drafter's context.
+        plain: seconds of a step without drafts, by those of `rows` that hold one anchor a slot at most.
+        propose: seconds of drafting.
+    """
+
+    device: str
+    jax: str
+    date: str
+    target: str
+    drafter: str
+    slots: int
+    context: int
+    rows: tuple[int, ...]
+    step: tuple[float, ...]
+    plain: tuple[float, ...]
+    propose: float
+
+    @property
+    def curve(self) -> CostCurve:
+        """Seconds of a whole round, drafting included."""
+        return CostCurve.monotone(self.rows, [self.propose + s for s in self.step])
+
+    @property
+    def plain_curve(self) -> CostCurve:
+        """Seconds of a round that drafts nothing."""
+        return CostCurve.monotone(self.rows[: len(self.plain)], self.plain)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON, atomically."""
+        with atomic_write(path, "w") as file:
+            json.dump(dataclasses.asdict(self), file, indent=2)
+
+    @classmethod
+    def load(cls, path: str | Path, target: Target, drafter: Drafter, *, force: bool = False) -> StepProfile:
+        """Read a profile and check that it was made here, for these models.
+
+        Args:
+            path: JSON file.
+            target, drafter: what it will be used for.
+            force: take it although it was made elsewhere or for other models.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: unreadable, or made elsewhere.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"there is no profile {path}: make one with `python -m dspark_jax.profile`")
+        profile = cls._read(json.loads(path.read_text()), path)
+        here = {**_machine(), "target": _target_fingerprint(target), "drafter": fingerprint(drafter.params)}
+        wrong = [f"{k} {getattr(profile, k)!r} (here: {v!r})" for k, v in here.items() if getattr(profile, k) != v]
+        if wrong and not force:
+            raise ValueError(
+                f"{path} was measured elsewhere: {'; '.join(wrong)}. Make a profile here with "
+                "`python -m dspark_jax.profile`, or force it"
+            )
+        return profile
+
+    @classmethod
+    def _read(cls, content: Mapping[str, Any], path: Path) -> StepProfile:
+        names = {f.name for f in dataclasses.fields(cls)}
+        if set(content) != names:
+            raise ValueError(f"{path} has keys {sorted(content)}, a step profile has {sorted(names)}")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+        return cls(**values)
+
+
+def measure_profile(
+    target: Target,
+    drafter: Drafter,
+    *,
+    slots: int,
+    context: int,
+    repeats: int = 5,
+    ladder: tuple[int, ...] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> StepProfile:
+    """Time the engine's own programs on slots that hold `context` tokens each.
+
+    Args:
+        target, drafter: the models.
+        slots: slots of the engine the profile is for.
+        context: tokens in every slot.
+        repeats: timed repeats; the median counts.
+        ladder: rows to measure; None takes the engine's default.
+        on_progress: called with (programs measured, programs in all).
+
+    Returns:
+        The profile.
+
+    Raises:
+        ValueError: a context that the target does not have.
+    """
+    block = drafter.config.block_size
+    if not 1 <= context < target.config.max_position - block:
+        raise ValueError(f"context is {context}: the target has positions 1..{target.config.max_position - block - 1}")
+    engine = Engine(
+        target, drafter, slots=slots, max_length=context + block + 1, policy=Fixed(block), row_ladder=ladder
+    )
+    bench = _Bench(engine, context, repeats)
+    plain_rows = [r for r in engine.row_ladder if r <= engine.plain_rows]
+    total, done = 1 + len(engine.row_ladder) + len(plain_rows), 0
+
+    def count(value: float) -> float:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, total)
+        return value
+
+    propose = count(bench.propose())
+    step = tuple(count(bench.step(rows, drafted=True)) for rows in engine.row_ladder)
+    plain = tuple(count(bench.step(rows, drafted=False)) for rows in plain_rows)
+    return StepProfile(
+        **_machine(),
+        date=str(date.today()),
+        target=_target_fingerprint(target),
+        drafter=fingerprint(drafter.params),
+        slots=slots,
+        context=context,
+        rows=engine.row_ladder,
+        step=step,
+        plain=plain,
+        propose=propose,
+    )
+
+
+class _Bench:
+    """Runs single programs of an engine over and over at the same place."""
+
+    def __init__(self, engine: Engine, context: int, repeats: int):
+        self.engine, self.context, self.repeats = engine, context, repeats
+
+    def _slots(self) -> Any:
+        count = self.engine.steps.slots
+        return dataclasses.replace(
+            self.engine._slots("greedy"),
+            lengths=jnp.full((count,), self.context, jnp.int32),
+            budgets=jnp.full((count,), 1 << 20, jnp.int32),
+            done=jnp.zeros((count,), bool),
+        )
+
+    def propose(self) -> float:
+        engine = self.engine
+        args = (engine.weights, self._slots(), engine.memory, engine._limits(0))
+        program = engine._program("propose", "greedy", engine.steps.propose, (2,), *args)
+
+        def call() -> Any:
+            engine.memory, draft = program(args[0], args[1], engine.memory, args[3])
+            return draft
+
+        self.draft: Draft = jax.block_until_ready(call())
+        return self._median(call)
+
+    def step(self, rows: int, *, drafted: bool) -> float:
+        engine = self.engine
+        # Slots take their anchor each, then drafts in order, until the rows are spent.
+        wanted = np.minimum(np.maximum(rows - np.arange(engine.steps.slots), 0), 1)
+        spare = rows - int(wanted.sum())
+        keep = np.zeros_like(wanted)
+        for slot in range(engine.steps.slots):
+            keep[slot] = min(spare, engine.steps.limit) if drafted else 0
+            spare -= keep[slot]
+        slots = dataclasses.replace(self._slots(), done=jnp.asarray(wanted == 0))
+        draft = dataclasses.replace(self.draft, keep=jnp.asarray(keep, jnp.int32)) if drafted else None
+        program = engine._step_program(rows, "greedy", slots, draft, None)
+
+        def call() -> Any:
+            # Copies: the program takes the slots' buffers.
+            fresh = jax.block_until_ready(jax.tree.map(jnp.copy, slots))
+            started = time.perf_counter()
+            _, engine.memory, report = program(engine.weights, fresh, engine.memory, draft, None)
+            jax.block_until_ready((report, engine.memory))
+            return time.perf_counter() - started
+
+        call()
+        return float(np.median([call() for _ in range(self.repeats)]))
+
+    def _median(self, call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(self.repeats):
+            started = time.perf_counter()
+            jax.block_until_ready((call(), self.engine.memory))
+            times.append(time.perf_counter() - started)
+        return float(np.median(times))
+
+
+def _machine() -> dict[str, str]:
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def _target_fingerprint(target: Target) -> str:
+    return fingerprint({"params": target.params, "embed": target.tables.embed})

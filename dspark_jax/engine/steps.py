@@ -1,0 +1,433 @@
+"""The device programs of continuous batching: admission, proposal, and steps over anchors, drafts and a prompt chunk.
+
+All are pure functions of (parameters, state, inputs) with static shapes. The host picks shapes and reads reports; what
+a request's text depends on (seed, settings, budget, stop tokens, lengths) lives on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dspark_jax.config import DecoderConfig
+from dspark_jax.draft.contract import DrafterFunctions
+from dspark_jax.nn.attention import KVCache, RaggedPlan, make_plan
+from dspark_jax.sampling import request_keys
+from dspark_jax.spec.schedule import fill_capacity, greedy_lengths, survival
+from dspark_jax.spec.verify import commit_tokens, confidence_cut, is_stop, leading, verify_rows
+from dspark_jax.target.transformer import create_caches, forward_ragged
+from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetTables
+
+PolicyKind = Literal["none", "fixed", "threshold", "greedy", "scheduled"]
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of both models: arguments of every program, never closures.
+
+    Attributes:
+        target: decoder parameters of the target.
+        tables: its embedding and head.
+        draft: drafter parameters; None for plain decoding.
+    """
+
+    target: Params
+    tables: TargetTables
+    draft: Params | None
+
+
+@struct.dataclass
+class Slots:
+    """The small part of the state: whose request sits in each slot, and how far it is.
+
+    Attributes:
+        keys: one key a request.
+        sampling: sampling settings.
+        stop_ids: stop tokens, padded with -1.
+        budgets: `max_new_tokens`.
+        lengths: tokens run through the target and kept, which is the anchor's position, `[S]`.
+        anchors: last committed token of each slot, not yet run.
+        emitted: tokens emitted so far.
+        done: no round runs here: the slot is empty, its prompt is not through, or its request has ended.
+    """
+
+    keys: Key[Array, "S"]
+    sampling: Sampling
+    stop_ids: Int[Array, "S E"]
+    budgets: Int[Array, "S"]
+    lengths: Int[Array, "S"]
+    anchors: Int[Array, "S"]
+    emitted: Int[Array, "S"]
+    done: Bool[Array, "S"]
+
+
+@struct.dataclass
+class Memory:
+    """The large part of the state, donated and updated in place.
+
+    Attributes:
+        caches: the target's caches, one a layer.
+        draft: the drafter's state; None for plain decoding.
+    """
+
+    caches: tuple[KVCache, ...]
+    draft: Any
+
+
+@struct.dataclass
+class Admission:
+    """A request for a slot; scalars, and `stop_ids` `[E]`."""
+
+    slot: Int[Array, ""]
+    seed: Int[Array, ""]
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    min_p: Float[Array, ""]
+    stop_ids: Int[Array, "E"]
+    budget: Int[Array, ""]
+
+
+@struct.dataclass
+class Chunk:
+    """The next part of one prompt.
+
+    Attributes:
+        tokens: prompt tokens from `start` on and the one after them, `[P + 1]`: a drafter may pair each token's
+            features with the token that follows, also where the next chunk begins.
+        slot: whose prompt.
+        start: position of the first token.
+        count: tokens in this chunk, at most P.
+        ends: the prompt ends with them, so the first token of the response is drawn.
+    """
+
+    tokens: Int[Array, "P1"]
+    slot: Int[Array, ""]
+    start: Int[Array, ""]
+    count: Int[Array, ""]
+    ends: Bool[Array, ""]
+
+
+@struct.dataclass
+class Draft:
+    """A proposal and what the policy made of it.
+
+    Attributes:
+        proposal: the drafted blocks.
+        keep: drafts to verify of each slot.
+        survival: probability that each draft token is reached and accepted, `[S, G]`; None without a confidence head.
+    """
+
+    proposal: Proposal
+    keep: Int[Array, "S"]
+    survival: Float[Array, "S G"] | None
+
+
+@struct.dataclass
+class Limits:
+    """What a policy knows when the block is drafted; traced, so that no value of it is a shape.
+
+    Attributes:
+        threshold: `threshold`: accept rate below which a block is cut.
+        capacity: `scheduled`: rows the step may run, anchors included; chosen from survival two steps old.
+        seconds: `greedy`: seconds of a step over 0, 1, 2, ... rows.
+    """
+
+    threshold: Float[Array, ""]
+    capacity: Int[Array, ""]
+    seconds: Float[Array, "B1"]
+
+
+@struct.dataclass
+class Report:
+    """What the host reads of a step, two steps later.
+
+    Attributes:
+        tokens: committed tokens, left-aligned, `[S, W]`.
+        count: how many, `[S]`.
+        reason: why the request has ended (`FinishReason`), UNFINISHED while it runs.
+        proposed, accepted, accepted_raw, stopped: of the step's verification.
+        top2_gap: smallest gap of the two largest target logits over the rows that decided a committed token.
+        confidence: confidence logits of the whole block, `[S, G]`; None without the head.
+        survival: of the whole block; None without a confidence head.
+    """
+
+    tokens: Int[Array, "S W"]
+    count: Int[Array, "S"]
+    reason: Int[Array, "S"]
+    proposed: Int[Array, "S"]
+    accepted: Int[Array, "S"]
+    accepted_raw: Int[Array, "S"]
+    stopped: Bool[Array, "S"]
+    top2_gap: Float[Array, "S"]
+    confidence: Float[Array, "S G"] | None
+    survival: Float[Array, "S G"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The programs of one target, drafter and policy; hashable, so that compiled programs can be kept by it.
+
+    Attributes:
+        target: the target's shape.
+        drafter: the drafter's functions; None for plain decoding.
+        dtype: type of the target's products and caches.
+        slots: S.
+        max_length: cache positions a slot.
+        context: tokens of prompt and response together that a request may reach.
+        policy: how much of a block is verified.
+        limit: draft tokens verified at most.
+        block_size: draft tokens drafted.
+    """
+
+    target: DecoderConfig
+    drafter: DrafterFunctions | None
+    dtype: Any
+    slots: int
+    max_length: int
+    context: int
+    policy: PolicyKind
+    limit: int
+    block_size: int
+
+    def init(self, vocab_size: int, num_stops: int) -> tuple[Slots, Memory]:
+        """Empty slots."""
+        zeros = jnp.zeros((self.slots,), jnp.int32)
+        sampling = Sampling(
+            temperature=zeros.astype(jnp.float32),
+            top_k=zeros + vocab_size,
+            top_p=jnp.ones((self.slots,), jnp.float32),
+            min_p=zeros.astype(jnp.float32),
+        )
+        slots = Slots(
+            keys=request_keys(zeros.astype(jnp.uint32)),
+            sampling=sampling,
+            stop_ids=jnp.full((self.slots, num_stops), -1, jnp.int32),
+            budgets=zeros,
+            lengths=zeros,
+            anchors=zeros,
+            emitted=zeros,
+            done=jnp.ones((self.slots,), bool),
+        )
+        caches = create_caches(self.target, self.slots, self.max_length, self.dtype)
+        draft = None if self.drafter is None else self.drafter.init(self.slots, self.max_length)
+        return slots, Memory(caches, draft)
+
+    def admit(self, slots: Slots, request: Admission) -> Slots:
+        """Put a request into a slot. Its prompt comes in chunks; until it is through, no round runs here."""
+        at, sampling = request.slot, slots.sampling
+        return dataclasses.replace(
+            slots,
+            keys=slots.keys.at[at].set(request_keys(request.seed[None])[0]),
+            sampling=dataclasses.replace(
+                sampling,
+                temperature=sampling.temperature.at[at].set(request.temperature),
+                top_k=sampling.top_k.at[at].set(request.top_k),
+                top_p=sampling.top_p.at[at].set(request.top_p),
+                min_p=sampling.min_p.at[at].set(request.min_p),
+            ),
+            stop_ids=slots.stop_ids.at[at].set(request.stop_ids),
+            budgets=slots.budgets.at[at].set(request.budget),
+            lengths=slots.lengths.at[at].set(0),
+            anchors=slots.anchors.at[at].set(0),
+            emitted=slots.emitted.at[at].set(0),
+            done=slots.done.at[at].set(True),
+        )
+
+    def end(self, slots: Slots, slot: Int[Array, ""]) -> Slots:
+        """Stop the request in a slot (cancellation)."""
+        return dataclasses.replace(slots, done=slots.done.at[slot].set(True))
+
+    def propose(self, weights: Weights, slots: Slots, memory: Memory, limits: Limits) -> tuple[Memory, Draft]:
+        """Draft a block in every running slot and decide how much of it is verified.
+
+        The decision sees confidences, which look at earlier tokens of the block only, never at the token it admits; of
+        this round's confidences `scheduled` uses their order alone (SPEC §9).
+        """
+        assert self.drafter is not None
+        active = ~slots.done
+        state, proposal = self.drafter.propose(
+            weights.draft,
+            weights.tables,
+            memory.draft,
+            slots.anchors,
+            slots.lengths,
+            active,
+            slots.keys,
+            slots.sampling,
+            self.block_size,
+        )
+        keep = jnp.minimum(proposal.num_valid, self.limit)
+        if self.drafter.stops_early:
+            keep = jnp.minimum(keep, leading(~is_stop(proposal.tokens, slots.stop_ids)) + 1)
+        keep = jnp.where(active, keep, 0).astype(jnp.int32)
+        confidence, alive = proposal.confidence_logits, None
+        if confidence is not None:
+            alive = survival(confidence, keep, active)
+            if self.policy == "threshold":
+                keep = jnp.minimum(keep, confidence_cut(confidence, limits.threshold))
+            if self.policy == "greedy":
+                keep = jnp.minimum(keep, greedy_lengths(alive, active, limits.seconds))
+            if self.policy == "scheduled":
+                keep = fill_capacity(alive, keep, active, limits.capacity)
+        return dataclasses.replace(memory, draft=state), Draft(proposal, keep.astype(jnp.int32), alive)
+
+    def step(
+        self,
+        weights: Weights,
+        slots: Slots,
+        memory: Memory,
+        draft: Draft | None,
+        chunk: Chunk | None,
+        *,
+        rows: int,
+    ) -> tuple[Slots, Memory, Report]:
+        """Run anchors, kept drafts and a prompt chunk through the target at once; verify, commit, extend the drafter.
+
+        Args:
+            weights, slots, memory: as everywhere.
+            draft: what `propose` gave for the same state; None for plain decoding and for `rows` = 0.
+            chunk: part of a prompt; None for none.
+            rows: rows for anchors and drafts (static); 0 runs the chunk alone. A slot whose rows do not fit waits.
+        """
+        proposal, keep = (_no_drafts(self.slots), None) if draft is None else (draft.proposal, draft.keep)
+        proposal = self._cut(proposal, keep)
+        decode, row_of, active, proposal = self._decode_rows(slots, proposal, rows)
+        plan = self._plan(decode, chunk, proposal.tokens.shape[1] + 1)
+        taps = () if self.drafter is None else self.drafter.tap_ids
+        features, caches = forward_ragged(
+            self.target, weights.target, weights.tables, memory.caches, plan, taps, self.dtype
+        )
+        assert features.last_hidden is not None  # the target always gives it
+        hidden, row_slots = features.last_hidden[:rows], decode.slots
+        positions, lengths, first = slots.lengths, slots.lengths, None
+        if chunk is not None:
+            # Of a chunk only the prompt's last row is asked for a token; it joins as a block without drafts.
+            last = chunk.start + chunk.count - 1
+            first = (jnp.arange(self.slots) == chunk.slot) & chunk.ends
+            hidden = jnp.concatenate([hidden, features.last_hidden[rows + chunk.count - 1][None]])
+            row_slots = jnp.concatenate([row_slots, chunk.slot[None]])
+            row_of = jnp.where(first[:, None] & (jnp.arange(row_of.shape[1]) == 0), rows, row_of)
+            positions = jnp.where(first, last, positions)
+            lengths = jnp.where(jnp.arange(self.slots) == chunk.slot, last + 1, lengths)
+        judged = active if first is None else active | first
+        logits = weights.tables.logits(hidden, self.dtype)
+        result = verify_rows(
+            logits,
+            row_of,
+            row_slots,
+            proposal,
+            proposal.num_valid,
+            positions,
+            slots.keys,
+            slots.sampling,
+            slots.stop_ids,
+            judged,
+        )
+        lengths = jnp.where(active, slots.lengths + 1 + result.num_accepted, lengths)
+        # Room counts the tokens that may follow: the last one committed may sit at context - 1.
+        commit = commit_tokens(
+            result, proposal, slots.budgets - slots.emitted, self.context - 1 - positions, slots.stop_ids, judged
+        )
+        following = self._following(decode, proposal, result, slots, chunk)
+        state = memory.draft
+        if self.drafter is not None:
+            state = self.drafter.extend(weights.draft, weights.tables, state, plan, features, following, lengths)
+        gaps = jnp.take(_top2_gap(logits), row_of, mode="fill", fill_value=jnp.inf)
+        gaps = jnp.where(jnp.arange(row_of.shape[1]) < commit.count[:, None], gaps, jnp.inf)
+        report = Report(
+            tokens=commit.tokens,
+            count=commit.count,
+            reason=commit.reason,
+            proposed=jnp.where(active, proposal.num_valid, 0),
+            accepted=result.num_accepted,
+            accepted_raw=result.num_accepted_raw,
+            stopped=result.stopped,
+            top2_gap=jnp.min(gaps, axis=1),
+            confidence=None if draft is None else draft.proposal.confidence_logits,
+            survival=None if draft is None else draft.survival,
+        )
+        slots = dataclasses.replace(
+            slots,
+            lengths=lengths,
+            anchors=jnp.where(judged, result.next_token, slots.anchors),
+            emitted=slots.emitted + commit.count,
+            done=jnp.where(judged, commit.done, slots.done),
+        )
+        return slots, Memory(caches, state), report
+
+    def _cut(self, proposal: Proposal, keep: Int[Array, "S"] | None) -> Proposal:
+        """The part of a proposal that may be verified."""
+        return Proposal(
+            tokens=proposal.tokens[:, : self.limit],
+            probs=None if proposal.probs is None else proposal.probs[:, : self.limit],
+            confidence_logits=None,
+            num_valid=proposal.num_valid if keep is None else keep,
+        )
+
+    def _decode_rows(
+        self, slots: Slots, proposal: Proposal, rows: int
+    ) -> tuple[RaggedTokens, Int[Array, "S Q"], Bool[Array, "S"], Proposal]:
+        """Lay anchors and kept drafts side by side; returns rows, row of each token, who takes part, and the proposal.
+
+        Example, anchors (11, 40), drafts (-; 41, 42) kept, 5 rows: tokens 11 40 41 42 and padding; row_of [[0, ., .],
+        [1, 2, 3]].
+        """
+        wanted = jnp.where(slots.done, 0, proposal.num_valid + 1)
+        ends = jnp.cumsum(wanted)
+        starts = ends - wanted
+        counts = jnp.clip(rows - starts, 0, wanted)
+        row, q = jnp.arange(rows, dtype=jnp.int32), jnp.arange(proposal.tokens.shape[1] + 1, dtype=jnp.int32)
+        owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+        offset = row - jnp.take(starts, owner, mode="clip")
+        block = jnp.concatenate([slots.anchors[:, None], proposal.tokens], axis=1)
+        decode = RaggedTokens(
+            tokens=block.at[owner, offset].get(mode="fill", fill_value=0).astype(jnp.int32),
+            slots=owner,
+            positions=jnp.where(owner < self.slots, jnp.take(slots.lengths, owner, mode="clip") + offset, 0),
+        )
+        row_of = jnp.where(q < counts[:, None], starts[:, None] + q, jnp.iinfo(jnp.int32).max)
+        return decode, row_of, counts > 0, dataclasses.replace(proposal, num_valid=jnp.maximum(counts - 1, 0))
+
+    def _plan(self, decode: RaggedTokens, chunk: Chunk | None, depth: int) -> RaggedPlan:
+        if chunk is None:
+            return make_plan(decode, self.slots, depth)
+        width = chunk.tokens.shape[0] - 1
+        q = jnp.arange(width, dtype=jnp.int32)
+        batch = RaggedTokens(
+            tokens=jnp.concatenate([decode.tokens, chunk.tokens[:-1]]),
+            slots=jnp.concatenate([decode.slots, jnp.where(q < chunk.count, chunk.slot, self.slots)]),
+            positions=jnp.concatenate([decode.positions, chunk.start + q]),
+        )
+        return make_plan(batch, self.slots, depth, chunk=width)
+
+    def _following(self, decode: RaggedTokens, proposal, result, slots: Slots, chunk: Chunk | None) -> Int[Array, "T"]:
+        """The committed token after each row (anything after rows that do not count)."""
+        drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+        after = jnp.where(
+            jnp.arange(drafts.shape[1]) < result.num_accepted[:, None], drafts, result.next_token[:, None]
+        )
+        offset = decode.positions - jnp.take(slots.lengths, decode.slots, mode="clip")
+        following = after.at[decode.slots, offset].get(mode="fill", fill_value=0)
+        if chunk is None:
+            return following
+        at_end = chunk.ends & (jnp.arange(chunk.tokens.shape[0] - 1) == chunk.count - 1)
+        drawn = jnp.take(result.next_token, chunk.slot, mode="clip")
+        return jnp.concatenate([following, jnp.where(at_end, drawn, chunk.tokens[1:])])
+
+
+def _no_drafts(slots: int) -> Proposal:
+    """The empty block: plain decoding."""
+    return Proposal(jnp.zeros((slots, 0), jnp.int32), None, None, jnp.zeros((slots,), jnp.int32))
+
+
+def _top2_gap(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+    """Gap of the two largest logits."""
+    best = jnp.max(logits, axis=-1)
+    at = jnp.argmax(logits, axis=-1)
+    rest = jnp.where(jnp.arange(logits.shape[-1]) == at[..., None], -jnp.inf, logits)
+    return best - jnp.max(rest, axis=-1)

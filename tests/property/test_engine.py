@@ -1,0 +1,194 @@
+"""The continuous-batching engine against plain decoding: policies, orders of arrival, cancellation, mixed settings."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from random_models import VOCAB, random_drafter, random_target
+
+from dspark_jax.engine.engine import Engine, EngineFull
+from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Scheduled, Threshold
+
+TARGET = random_target()
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (3, 1, 17, 9, 5, 40, 2)]
+BUDGETS = [12, 20, 9, 1, 15, 8, 0]
+SLOTS, LENGTH = 3, 64
+CURVE = CostCurve.monotone((1, 2, 3, 4, 6, 9, 12, 15), (1.0, 1.05, 1.1, 1.2, 1.5, 2.2, 2.5, 3.5))
+POLICIES = {
+    "none": NoDraft(),
+    "fixed": Fixed(2),
+    "threshold": Threshold(0.5),
+    "greedy": Greedy(CURVE),
+    "scheduled": Scheduled(CURVE),
+}
+LADDERS = {"row_ladder": (3, 6, 15), "mixed_ladder": (6, 15), "chunk_ladder": (8, 16)}
+
+
+def engine(policy, kind="vanilla", slots=SLOTS, **options):
+    drafter = None if policy == "none" else random_drafter(kind)
+    return Engine(TARGET, drafter, slots=slots, max_length=LENGTH, policy=POLICIES[policy], **{**LADDERS, **options})
+
+
+def run(policy, prompts=PROMPTS, budgets=BUDGETS, settings=None, **options):
+    made = engine(policy, **options)
+    settings = settings or [{}] * len(prompts)
+    numbers = [
+        made.submit(p, max_new_tokens=b, stop_token_ids=(), **s)
+        for p, b, s in zip(prompts, budgets, settings, strict=True)
+    ]
+    results = made.run()
+    assert made.idle and set(results) == set(numbers)
+    return [results[n] for n in numbers]
+
+
+@functools.lru_cache
+def alone():
+    """Every prompt decoded plainly with the engine to itself."""
+    return tuple(
+        run("none", [p], [b], slots=1, row_ladder=(1,), mixed_ladder=(1,))[0]
+        for p, b in zip(PROMPTS, BUDGETS, strict=True)
+    )
+
+
+def texts(results):
+    return [(r.tokens, r.finish_reason) for r in results]
+
+
+def test_plain_text_is_the_targets_own_argmax():
+    from dspark_jax.engine.generate import generate
+
+    theirs = generate(TARGET, None, PROMPTS, max_new_tokens=BUDGETS, stop_token_ids=())
+    assert texts(alone()) == texts(theirs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_text_does_not_depend_on_the_policy(policy):
+    results = run(policy)
+    assert texts(results) == texts(alone())
+    for result, budget in zip(results, BUDGETS, strict=True):
+        assert len(result.tokens) == budget
+        assert len(result.tokens) == min(budget, 1) + sum(r.emitted for r in result.rounds)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "gated"])
+def test_other_drafters(kind):
+    assert texts(run("fixed", kind=kind)) == texts(alone())
+
+
+@pytest.mark.parametrize("policy", ["none", "fixed", "threshold"])
+def test_seeded_text_does_not_depend_on_neighbours(policy):
+    """Alone, together, in reverse order, and after other requests have used the slots."""
+    settings = [
+        {"temperature": t, "seed": 10 + i, **more}
+        for i, (t, more) in enumerate(
+            [
+                (1.0, {}),
+                (0.0, {}),
+                (0.8, {"top_k": 5}),
+                (1.0, {"top_p": 0.9}),
+                (0.7, {}),
+                (1.0, {"min_p": 0.1}),
+                (1.0, {}),
+            ]
+        )
+    ]
+    together = run(policy, settings=settings)
+    backwards = run(policy, PROMPTS[::-1], BUDGETS[::-1], settings[::-1])
+    assert texts(backwards[::-1]) == texts(together)
+    for i in (0, 2, 3):
+        single = run(policy, [PROMPTS[i]], [BUDGETS[i]], [settings[i]])
+        assert texts(single) == texts([together[i]])
+    doubled = run(policy, PROMPTS + PROMPTS, BUDGETS + BUDGETS, settings + settings)
+    assert texts(doubled) == texts(together + together)
+
+
+def test_a_random_life_of_the_engine():
+    """Requests arrive, finish and are cancelled in any order; whoever is left alone gets its own text."""
+    made, rng = engine("scheduled", max_queue=2), np.random.default_rng(5)
+    expected, cancelled, refused = {}, set(), 0
+    streamed: dict[int, list[int]] = {}
+    for _ in range(60):
+        for _ in range(rng.integers(0, 3)):
+            i = int(rng.integers(0, len(PROMPTS)))
+            try:
+                expected[made.submit(PROMPTS[i], max_new_tokens=BUDGETS[i], stop_token_ids=())] = i
+            except EngineFull:
+                refused += 1
+        if expected and rng.random() < 0.15:
+            victim = int(rng.choice(list(expected)))
+            if made.cancel(victim):
+                cancelled.add(victim)
+        for event in made.step():
+            streamed.setdefault(event.request, []).extend(event.tokens)
+    for event in made.stream():
+        streamed.setdefault(event.request, []).extend(event.tokens)
+    results = {n: made.take(n) for n in list(made.results)}
+    assert set(results) == set(expected) and refused and cancelled and len(expected) > 15
+    for number, i in expected.items():
+        result, whole = results[number], alone()[i]
+        assert tuple(streamed.get(number, ())) == result.tokens
+        if number in cancelled:
+            assert result.finish_reason == "cancelled" and result.tokens == whole.tokens[: len(result.tokens)]
+        else:
+            assert texts([result]) == texts([whole])
+
+
+def test_the_executed_shapes_follow_the_policy_and_nothing_compiles_after_warm_up():
+    made = engine("scheduled")
+    made.warm_up()
+    before = PROGRAMS.count
+    for p, b in zip(PROMPTS, BUDGETS, strict=True):
+        made.submit(p, max_new_tokens=b, stop_token_ids=())
+    made.run()
+    assert PROGRAMS.count == before
+    everything = engine("fixed")
+    for p, b in zip(PROMPTS, BUDGETS, strict=True):
+        everything.submit(p, max_new_tokens=b, stop_token_ids=())
+    everything.run()
+    s = made.statistics
+    assert 0 < s.real_rows <= s.rows and s.tokens == sum(BUDGETS)
+    assert s.verify_budget / s.verify_steps < 15 / 1.5, "a rising curve must lead to smaller steps than the largest"
+
+
+def test_the_caches_stay_where_they_are():
+    """A view of donated state would turn donation into a copy."""
+    made = engine("fixed", slots=1, row_ladder=(3,), mixed_ladder=(3,))
+    made.submit(PROMPTS[1], max_new_tokens=60, stop_token_ids=())
+    pointers = set()
+    while not made.idle:
+        made.step()
+        jax.block_until_ready(made.memory)
+        pointers.add(made.memory.caches[0].k.unsafe_buffer_pointer())
+    assert len(pointers) == 1
+
+
+def test_refusals_name_the_request_and_leave_the_others_alone():
+    made = engine("fixed")
+    number = made.submit(PROMPTS[0], max_new_tokens=BUDGETS[0], stop_token_ids=())
+    for prompt, message in (([], "empty"), ([VOCAB + 5], "rows 0"), ([1] * 64, "leaves no room")):
+        with pytest.raises(ValueError, match=message):
+            made.submit(prompt, max_new_tokens=3)
+    with pytest.raises(ValueError, match="temperature"):
+        made.submit([1], max_new_tokens=3, temperature=float("nan"))
+    assert texts([made.run()[number]]) == texts([alone()[0]])
+    with pytest.raises(KeyError, match="no result"):
+        made.take(number)
+
+
+def test_the_context_ends_a_request_that_would_outgrow_its_slot():
+    result = run("fixed", [PROMPTS[5]], [100])[0]
+    assert result.finish_reason == "context" and len(result.prompt) + len(result.tokens) == LENGTH
+
+
+def test_policies_that_cannot_be_followed_are_refused():
+    with pytest.raises(ValueError, match="no drafter"):
+        Engine(TARGET, None, slots=1, max_length=LENGTH, policy=Fixed(2))
+    with pytest.raises(ValueError, match="no confidence head"):
+        Engine(TARGET, random_drafter("eagle3"), slots=1, max_length=LENGTH, policy=Threshold(0.5))
+    with pytest.warns(UserWarning, match="verifies every draft token"):
+        Engine(TARGET, random_drafter("vanilla"), slots=1, max_length=LENGTH, policy=Scheduled())
