@@ -78,6 +78,8 @@ class TrainConfig:
         data: conversation files (JSONL).
         output: folder of checkpoints, exported drafters and logs.
         target: `smollm2-135m`, a path or a hub name.
+        initial_drafter: start from this drafter's weights (shipped name, folder or hub name) with a fresh optimizer and
+            schedule, for example to adapt a released drafter to new data; None starts from random weights.
         features_cache: folder of a target cache with these taps (MTP: any); None runs the target inside the step.
         loss: weights of the parallel drafters' objective.
         optimizer: AdamW and its schedule.
@@ -110,6 +112,7 @@ class TrainConfig:
     data: tuple[Path, ...]
     output: Path
     target: str = "smollm2-135m"
+    initial_drafter: str | None = None
     features_cache: Path | None = None
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from dspark_jax.config import DrafterConfig
 from dspark_jax.data.conversations import TokenizedCorpus, split_validation
 from dspark_jax.data.pipeline import Batch, BatchSource
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.dspark import DSparkFunctions
-from dspark_jax.draft.loading import functions_for
+from dspark_jax.draft.loading import functions_for, load_drafter
 from dspark_jax.progress import Progress
 from dspark_jax.sharding import activation_sharding, create_mesh, gather, row_shards, tree_shardings
 from dspark_jax.target.loading import Target
@@ -176,9 +177,7 @@ def cached_rows(corpus: TokenizedCorpus, features: TargetCache) -> TokenizedCorp
     return corpus.subset(rows)
 
 
-def create_step(
-    config: TrainConfig, target: Target, steps: int, sampled: SampledVocabulary | None = None
-) -> Step:
+def create_step(config: TrainConfig, target: Target, steps: int, sampled: SampledVocabulary | None = None) -> Step:
     """Bind the pure step to a configuration."""
     shape = drafter_config(config, target.config)
     check_tap_ids(target.config, shape.target_layer_ids)
@@ -215,6 +214,24 @@ def sampled_vocabulary(config: TrainConfig, corpus: TokenizedCorpus) -> SampledV
         )
     frequent = frequent_tokens(corpus.tokens[corpus.loss_mask == 1], config.vocab_columns - tokens)
     return SampledVocabulary(config.vocab_columns, frequent, config.seed)
+
+
+def initial_params(name: str, target: Target, shape: DrafterConfig) -> Params:
+    """Parameters of a saved drafter to start from.
+
+    Raises:
+        ValueError: it has another shape than the run's drafter.
+    """
+    found = load_drafter(name, target)
+    differing = [
+        f"{field.name} {getattr(found.config, field.name)!r} (the run: {getattr(shape, field.name)!r})"
+        for field in dataclasses.fields(DrafterConfig)
+        if field.name not in ("num_anchors", "confidence_temperatures")
+        and getattr(found.config, field.name) != getattr(shape, field.name)
+    ]
+    if differing:
+        raise ValueError(f"initial_drafter {name!r} has another shape: {'; '.join(differing)}")
+    return found.params
 
 
 def train(
@@ -337,7 +354,11 @@ class Run:
             f"{self.source.num_rows:,} rows"
         )
         if self.checkpoints.latest() is None:
-            return jax.jit(create, out_shardings=shardings)(), 0
+            state = jax.jit(create, out_shardings=shardings)()
+            if self.config.initial_drafter is not None:
+                params = initial_params(self.config.initial_drafter, self.target, self.step.functions.config)
+                state = dataclasses.replace(state, params=jax.device_put(params, shardings.params))
+            return state, 0
         abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
         state, saved = self.checkpoints.restore(abstract, self.source.fingerprint)
         self.counters, self.window = Counters(**saved["counters"]), Window(saved["window"])

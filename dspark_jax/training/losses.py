@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -200,28 +201,52 @@ def eagle3_loss(
         dtype: type of the vocabulary products.
     """
     steps = states.shape[2]
-    length = loss_mask.shape[1]
     last = jnp.pad(segments, [(0, 0), (0, 1)])[:, 1:] != segments
     mask = loss_mask & ~last
     valid = jnp.stack([shift_left(mask, segments, t) for t in range(steps)], axis=2)
-    index = jnp.arange(length)[:, None] + 1 + jnp.arange(steps)
-    target_hidden = gather_rows(last_hidden, jnp.broadcast_to(index, valid.shape))
     weights = valid * step_loss_decay ** jnp.arange(steps, dtype=jnp.float32)
+    to_teachers, to_positions = _teacher_order(weights)
     labels = jnp.zeros(valid.shape, jnp.int32)  # only the soft term is on
     loss, slots = vocab_loss(
-        states,
+        to_teachers(states),
         None,
         None,
-        target_hidden,
+        to_teachers(last_hidden[:, :, None]),
         labels,
         tables,
-        SlotWeights(soft_cross_entropy=weights / denominator),
+        SlotWeights(soft_cross_entropy=to_teachers(weights / denominator)),
         columns=columns,
         chunk=chunk,
         dtype=dtype,
+        skip_unweighted=True,
     )
+    slots = jax.tree.map(to_positions, slots)
     block = BlockLabels(index=labels, tokens=labels, valid=valid)
     assert slots.tv is not None and slots.soft_nll is not None  # both are there with a target and the soft term on
     accept = jnp.clip(1 - slots.tv / 2, 0, 1)
     terms = _terms(slots._replace(nll=slots.soft_nll), accept, jnp.zeros_like(weights), None, weights, block)
     return loss, terms
+
+
+def _teacher_order(weights: Float[Array, "B L G"]) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """Rearrangement of EAGLE-3's slots by the position that teaches them, and the way back.
+
+    Position p teaches step t of position p - 1 - t: side by side, its logits are computed once instead of G times.
+    Positions that teach nobody (prompts, padding) come last, where whole chunks of them can be skipped.
+    """
+    steps = weights.shape[2]
+
+    def roll(x: Array, by: int) -> Array:
+        # What wraps around would be taught from outside its row: its weight is zero.
+        return jnp.stack([jnp.roll(x[:, :, t], by * (t + 1), axis=1) for t in range(steps)], axis=2)
+
+    order = jnp.argsort(~jnp.any(roll(weights, 1) > 0, axis=2), axis=1, stable=True)
+    back = jnp.argsort(order, axis=1)
+
+    def pick(x: Array, index: Int[Array, "B L"]) -> Array:
+        return jnp.take_along_axis(x, jnp.expand_dims(index, tuple(range(2, x.ndim))), axis=1)
+
+    def to_teachers(x: Array) -> Array:
+        return pick(roll(x, 1) if x.shape[2] == steps else x, order)
+
+    return to_teachers, lambda x: roll(pick(x, back), -1)

@@ -7,6 +7,7 @@ pass only scale them: 3.2 products with the head instead of 5.3 with checkpointi
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ def vocab_loss(
     hidden: Float[Array, "B A G D"],
     markov: Float[Array, "B A G R"] | None,
     w2: Float[Array, "V R"] | None,
-    target_hidden: Float[Array, "B A G D"] | None,
+    target_hidden: Float[Array, "B A #G D"] | None,
     labels: Int[Array, "B A G"],
     tables: TargetTables,
     weights: SlotWeights,
@@ -66,6 +67,7 @@ def vocab_loss(
     columns: Columns | None = None,
     chunk: int = 8,
     dtype: Any = jnp.float32,
+    skip_unweighted: bool = False,
 ) -> tuple[Float[Array, ""], SlotLosses]:
     """Weighted sum of the vocabulary losses (DSpark's L_ce and L_tv, EAGLE-3's soft cross entropy).
 
@@ -73,14 +75,15 @@ def vocab_loss(
         hidden: backbone states after the final norm.
         markov: what W2 multiplies at each slot; None without a sequential head.
         w2: output table of the sequential head.
-        target_hidden: the target's last hidden state at the position that predicts each slot's label; None when no
-            switched-on term needs it.
+        target_hidden: the target's last hidden state at the position that predicts each slot's label (one a slot, or
+            one for all slots of an anchor); None when no switched-on term needs it.
         labels: label tokens (any valid id where the slot does not count).
         tables: the target's embedding and head; they get no gradient.
         weights: loss weights a slot.
         columns: sampled vocabulary; None computes all of it.
         chunk: anchors computed at once.
         dtype: type of the products' operands; accumulation, softmaxes and losses are float32.
+        skip_unweighted: chunks in which every weight is zero are not computed; their per-slot values are zeros.
 
     Returns:
         The scalar, differentiable in `hidden`, `markov` and `w2`; and per-slot values without gradient.
@@ -114,21 +117,21 @@ def vocab_loss(
     inputs = jax.tree.map(split, (target, labels, weights))
     # Base logits and bias are one product: [h; m] with [head; W2] side by side.
     states = hidden.astype(dtype) if markov is None else jnp.concatenate([hidden, markov], -1).astype(dtype)
-    loss, slots = _scan_loss(split(states), w2, (head, log_weight), inputs)
+    loss, slots = _scan_loss(skip_unweighted, split(states), w2, (head, log_weight), inputs)
     return loss, jax.tree.map(join, slots)
 
 
-@jax.custom_vjp
-def _scan_loss(states, w2, columns, inputs):
-    return _scan_forward(states, w2, columns, inputs)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan_loss(skip_unweighted, states, w2, columns, inputs):
+    return _scan_forward(skip_unweighted, states, w2, columns, inputs)[0]
 
 
-def _scan_forward(states, w2, columns, inputs):
+def _scan_forward(skip_unweighted, states, w2, columns, inputs):
     head, log_weight = columns
     width = head.shape[1]
     table = head if w2 is None else jnp.concatenate([head, w2.astype(head.dtype)], axis=1)
 
-    def body(carry, slot):
+    def compute(carry, slot):
         total, dw2 = carry
         state, (target, labels, weights) = slot
         loss, values, dlogits = _chunk_losses(state, table, head, log_weight, target, labels, weights)
@@ -137,12 +140,20 @@ def _scan_forward(states, w2, columns, inputs):
             dw2 = dw2 + jnp.einsum("...v,...r->vr", dlogits, state[..., width:], preferred_element_type=jnp.float32)
         return (total + loss, dw2), (values, dstate)
 
+    def body(carry, slot):
+        if not skip_unweighted:
+            return compute(carry, slot)
+        weighted = functools.reduce(jnp.logical_or, [jnp.any(w != 0) for w in jax.tree.leaves(slot[1][2])])
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, carry, slot)[1])
+        return jax.lax.cond(weighted, compute, lambda carry, _: (carry, nothing), carry, slot)
+
     dw2 = None if w2 is None else jnp.zeros(w2.shape, jnp.float32)
     (total, dw2), (values, dstates) = jax.lax.scan(body, (jnp.float32(0), dw2), (states, inputs))
     return (total, values), (dstates, dw2, states, w2, columns, inputs)
 
 
-def _scan_backward(residuals, cotangents):
+def _scan_backward(skip_unweighted, residuals, cotangents):
+    del skip_unweighted
     dstates, dw2, states, w2, columns, (target, _, weights) = residuals
     scale, _ = cotangents  # per-slot values carry no gradient
     dw2 = None if w2 is None else (dw2 * scale).astype(w2.dtype)
