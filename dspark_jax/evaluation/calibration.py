@@ -230,7 +230,7 @@ def notes(assessment: Assessment) -> list[str]:
     if ends:
         lines.append(
             f"Warning: the temperature of position {', '.join(ends)} is at the end of what is tried "
-            f"({GRID[0]:g} to {GRID[-1]:g}): a temperature cannot mend this head there."
+            f"({GRID[0]:g} to {GRID[-1]:g}): too few blocks survive there to fit it, or none mends the head."
         )
     return lines
 
