@@ -5,6 +5,7 @@ Public names, each imported on first use so that `import dspark_jax` costs nothi
 Models
     load_target, Target: the frozen language model.
     load_drafter, save_drafter, shipped_drafters, Drafter: what proposes blocks of tokens.
+    ngram_drafter, independent_drafter: drafters that need no training: prompt lookup, another language model.
 Generation
     generate: decode prompts, with or without a drafter.
     Generation, Round, Timings: what it returns.
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dspark_jax.draft.contract import Drafter
     from dspark_jax.draft.loading import load_drafter, save_drafter, shipped_drafters
+    from dspark_jax.draft.ngram import ngram_drafter
+    from dspark_jax.engine.drafters import independent_drafter
     from dspark_jax.engine.generate import generate
     from dspark_jax.engine.results import Generation, Round, Timings
     from dspark_jax.target.loading import Target, load_target
@@ -36,6 +39,8 @@ _MODULE_OF = {
     "load_drafter": "dspark_jax.draft.loading",
     "save_drafter": "dspark_jax.draft.loading",
     "shipped_drafters": "dspark_jax.draft.loading",
+    "ngram_drafter": "dspark_jax.draft.ngram",
+    "independent_drafter": "dspark_jax.engine.drafters",
     # Generation
     "generate": "dspark_jax.engine.generate",
     "Generation": "dspark_jax.engine.results",
@@ -51,8 +56,10 @@ __all__ = [
     "Timings",
     "__version__",
     "generate",
+    "independent_drafter",
     "load_drafter",
     "load_target",
+    "ngram_drafter",
     "save_drafter",
     "shipped_drafters",
 ]

@@ -8,6 +8,7 @@ from typing import Literal
 
 LayerType = Literal["full_attention", "sliding_attention"]
 HeadType = Literal["vanilla", "gated", "rnn"]
+_TAPPING = ("dspark", "eagle3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,10 +79,13 @@ class DrafterConfig:
 
     Attributes:
         kind: "dspark" (also DFlash: `markov_rank` 0 and no confidence head), "eagle3" or "mtp" (the layer of EAGLE-3
-            over the last hidden state instead of taps).
-        decoder: shape of the drafter's own layers; `num_layers` is the draft depth.
+            over the last hidden state instead of taps); without training and without a checkpoint of their own: "ngram"
+            (prompt lookup) and "lm" (another language model).
+        decoder: shape of the drafter's own layers; `num_layers` is the draft depth. Of an n-gram drafter, which has
+            none, the target's.
         target_layers: number of layers of the target it was made for.
-        target_layer_ids: tapped layers, counting from 0; -1 is the embedding output; never the last. None for MTP.
+        target_layer_ids: tapped layers, counting from 0; -1 is the embedding output; never the last. Only DSpark,
+            DFlash and EAGLE-3 have any.
         block_size: gamma, draft tokens per round; for EAGLE-3 and MTP the number of training-time-test steps.
         mask_token_id: fills block inputs after the anchor (parallel drafters only).
         markov_rank: 0 means no sequential head.
@@ -91,7 +95,7 @@ class DrafterConfig:
             None leaves the logits as trained. Training never sees them.
     """
 
-    kind: Literal["dspark", "eagle3", "mtp"]
+    kind: Literal["dspark", "eagle3", "mtp", "ngram", "lm"]
     decoder: DecoderConfig
     target_layers: int
     target_layer_ids: tuple[int, ...]
@@ -109,13 +113,12 @@ class DrafterConfig:
         self._check_temperatures()
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, found {self.block_size}")
-        if self.kind == "mtp" and self.target_layer_ids:
+        if self.kind not in _TAPPING and self.target_layer_ids:
             raise ValueError(
-                f"target_layer_ids is {self.target_layer_ids}, but MTP reads the target's last hidden state only: "
-                "leave it empty, or choose EAGLE-3"
+                f"target_layer_ids is {self.target_layer_ids}, but {self.name} taps no layers: leave it empty"
             )
-        if self.kind != "mtp" and not self.target_layer_ids:
-            raise ValueError("target_layer_ids is empty: a drafter needs at least one tapped layer")
+        if self.kind in _TAPPING and not self.target_layer_ids:
+            raise ValueError(f"target_layer_ids is empty: {self.name} needs at least one tapped layer")
         for layer in self.target_layer_ids:
             if layer == self.target_layers - 1:
                 raise ValueError(
@@ -126,7 +129,7 @@ class DrafterConfig:
                 raise ValueError(
                     f"target_layer_ids contains {layer}; the target has layers -1..{self.target_layers - 2} to tap"
                 )
-        if self.kind != "dspark" and self.decoder.num_layers != 1:
+        if self.kind in ("eagle3", "mtp") and self.decoder.num_layers != 1:
             raise ValueError(
                 f"{self.name} has exactly one layer (its cache update is correct for one only), found "
                 f"{self.decoder.num_layers}"
@@ -165,9 +168,9 @@ class DrafterConfig:
 
     @property
     def name(self) -> str:
-        """The drafter's common name: DSpark, DFlash, EAGLE-3 or MTP."""
+        """The drafter's common name: DSpark, DFlash, EAGLE-3, MTP, n-gram or language model."""
         if self.kind != "dspark":
-            return "EAGLE-3" if self.kind == "eagle3" else "MTP"
+            return {"eagle3": "EAGLE-3", "mtp": "MTP", "ngram": "n-gram", "lm": "language model"}[self.kind]
         return "DSpark" if self.markov_rank or self.confidence_head else "DFlash"
 
 

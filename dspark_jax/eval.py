@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
-from dspark_jax.draft.loading import load_drafter, shipped_drafters
+from dspark_jax.draft.loading import shipped_drafters
+from dspark_jax.engine.drafters import find_drafter
 from dspark_jax.evaluation.lossless import LosslessCheck, check_lossless
 from dspark_jax.evaluation.measure import Measurement, Settings, measure
 from dspark_jax.evaluation.plots import require_matplotlib, write_plots
@@ -30,7 +31,7 @@ from dspark_jax.files import atomic_write
 from dspark_jax.target.loading import load_target
 
 # The order of the paper's tables; whatever else is shipped follows.
-_ORDER = ("dspark", "dflash", "eagle3")
+_ORDER = ("dspark", "dflash", "eagle3", "mtp")
 LOG_WIDTH = 132
 
 
@@ -40,7 +41,8 @@ class EvalCommand:
 
     Attributes:
         target: `smollm2-135m`, a GGUF file, a model folder or a hub name.
-        draft: shipped name, checkpoint folder or hub name; repeat it for several. Without it: every shipped drafter.
+        draft: shipped name, checkpoint folder or hub name; `ngram` for prompt lookup; `lm:` and a target's name or path
+            for that language model. Repeat it for several. Without it: every shipped drafter.
         tasks: JSONL files with `turns`, or folders of them, optionally as `domain=path`. Without it: built-in prompts.
         max_samples: prompts taken of every domain, the first ones.
         max_new_tokens: limit of generated tokens a prompt.
@@ -87,7 +89,7 @@ def run(command: EvalCommand, console: Console) -> int:
         # Accelerators round the operands of float32 products unless told not to; the comparison below needs float32.
         jax.config.update("jax_default_matmul_precision", "highest")
     target = load_target(command.target, dtype=jnp.dtype(command.dtype))
-    drafters = [load_drafter(name, target) for name in names]
+    drafters = [find_drafter(name, target) for name in names]
     console.print(_introduction(command, len(prompts), names), highlight=False, soft_wrap=True)
     measurement = measure(target, drafters, prompts, settings)
     summary, lossless = summarize(measurement), check_lossless(measurement, target.dtype)

@@ -16,6 +16,8 @@ import numpy as np
 from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.loading import functions_for
+from dspark_jax.draft.ngram import ngram_drafter
+from dspark_jax.engine.drafters import independent_drafter
 from dspark_jax.target.loading import Target, parameter_shapes
 from dspark_jax.types import TargetTables
 
@@ -36,6 +38,8 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 AUTOREGRESSIVE = ("eagle3", "mtp")
 KINDS = (*HEADS, *AUTOREGRESSIVE)
+# Drafters that are not trained.
+UNTRAINED = ("ngram", "lm")
 
 
 def randomise(shapes: Any, seed: int, gain: float = 1.0) -> Any:
@@ -63,7 +67,12 @@ def random_target(vocab: int = VOCAB, max_position: int = 64, seed: int = 0) -> 
 
 @functools.lru_cache
 def random_drafter(kind: str, block: int = BLOCK, vocab: int = VOCAB, seed: int = 1) -> Drafter:
-    """A drafter of one of `KINDS` for `random_target(vocab)`."""
+    """A drafter of one of `KINDS` or `UNTRAINED` for `random_target(vocab)`."""
+    if kind == "ngram":
+        return ngram_drafter(random_target(vocab), block_size=block, min_ngram=1, max_ngram=3)
+    if kind == "lm":
+        # Its table is padded: the last two ids exist for it alone.
+        return independent_drafter(random_target(vocab + 2, seed=7), random_target(vocab), block_size=block)
     layers = 2 if kind == "sliding" else 1
     decoder = dataclasses.replace(
         TARGET, family="qwen3", qk_norm=True, num_layers=layers, vocab_size=vocab,

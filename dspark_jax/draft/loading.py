@@ -46,7 +46,12 @@ def shipped_drafters() -> tuple[str, ...]:
 
 
 def functions_for(config: DrafterConfig, dtype: Any = jnp.float32) -> DSparkFunctions | Eagle3Functions:
-    """The contract's functions for a drafter config."""
+    """The contract's functions for a drafter config.
+
+    Raises:
+        ValueError: a kind that is not loaded from a checkpoint.
+    """
+    _check_stored(config)
     return DSparkFunctions(config, dtype) if config.kind == "dspark" else Eagle3Functions(config, dtype)
 
 
@@ -133,8 +138,10 @@ def save_drafter(
         extra: further entries of `config.json` (training provenance).
 
     Raises:
-        ValueError: `include_target_tensors` for a drafter that was not loaded with its target.
+        ValueError: `include_target_tensors` for a drafter that was not loaded with its target, or a kind that has no
+            checkpoint of its own.
     """
+    _check_stored(drafter.config)
     tensors = {tensor_name(p): np.asarray(x, ml_dtypes.bfloat16) for p, x in _leaves(drafter.params)}
     if include_target_tensors:
         if drafter.tables is None:
@@ -151,6 +158,14 @@ def save_drafter(
     with atomic_write(folder / "config.json", "w") as f:
         json.dump({**config_json(drafter.config), **(extra or {})}, f, indent=2)
         f.write("\n")
+
+
+def _check_stored(config: DrafterConfig) -> None:
+    if config.kind not in _ARCHITECTURES.values():
+        raise ValueError(
+            f"a drafter of kind {config.kind!r} ({config.name}) has no checkpoint of its own: make it with "
+            "ngram_drafter or independent_drafter"
+        )
 
 
 def _leaves(params: Params) -> list[tuple[tuple[Any, ...], jax.Array]]:

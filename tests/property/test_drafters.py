@@ -9,11 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_models import AUTOREGRESSIVE, BLOCK, HEADS, KINDS, TAPS, VOCAB, WIDTH, random_drafter, random_target
+from random_models import (
+    AUTOREGRESSIVE,
+    BLOCK,
+    HEADS,
+    KINDS,
+    TAPS,
+    UNTRAINED,
+    VOCAB,
+    WIDTH,
+    random_drafter,
+    random_target,
+)
 
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.nn.attention import make_plan
 from dspark_jax.sampling import Purpose, make_sampling, probabilities, request_keys, sample, uniforms
+from dspark_jax.target.transformer import forward_rows
 from dspark_jax.types import RaggedTokens, TargetFeatures
 
 SLOTS, ROWS, PADDING, LENGTH = 3, 7, 2, 20
@@ -22,7 +34,8 @@ LENGTHS = (7, 5, 6)
 EVERYONE = np.ones(SLOTS, bool)
 SEEDS = np.array([3, 14, 15], np.uint32)
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", (*KINDS, *UNTRAINED))
+every_model = pytest.mark.parametrize("kind", (*KINDS, "lm"))
 
 
 def text(seed=0):
@@ -50,23 +63,27 @@ def extend_program(kind):
         features = TargetFeatures(taps=taps, last_hidden=taps[..., :WIDTH])
         return drafter.functions.extend(params, TABLES, state, plan, features, next_tokens, lengths)
 
-    return functools.partial(extend, drafter.params)
+    return extend
 
 
-def feed(kind, state, spans, lengths, source=TEXT, junk=0.0):
+def feed(kind, state, spans, lengths, source=TEXT, junk=0.0, params=None):
     """Extend by spans `(slot, row of the text, start, stop)`; padding rows follow and hold `junk`."""
     tokens, taps = source
     count = SLOTS * ROWS + PADDING
-    slots, positions, following = np.full(count, SLOTS, np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
+    slots = np.full(count, SLOTS, np.int32)
+    positions, own, following = (np.zeros(count, np.int32) for _ in range(3))
     features = np.full((count, taps.shape[-1]), junk, np.float32)
     at = 0
     for slot, row, start, stop in spans:
         part = slice(at, at + stop - start)
         slots[part], positions[part] = slot, np.arange(start, stop)
+        own[part] = tokens[row, start:stop]
         following[part], features[part] = tokens[row, start + 1 : stop + 1], taps[row, start:stop]
         at += stop - start
-    batch = RaggedTokens(tokens=jnp.zeros(count, jnp.int32), slots=jnp.asarray(slots), positions=jnp.asarray(positions))
-    return extend_program(kind)(state, batch, jnp.asarray(features), jnp.asarray(following), jnp.asarray(lengths))
+    batch = RaggedTokens(tokens=jnp.asarray(own), slots=jnp.asarray(slots), positions=jnp.asarray(positions))
+    params = random_drafter(kind).params if params is None else params
+    inputs = (jnp.asarray(features), jnp.asarray(following), jnp.asarray(lengths, jnp.int32))
+    return extend_program(kind)(params, state, batch, *inputs)
 
 
 @functools.lru_cache
@@ -132,20 +149,42 @@ def train_program(kind, block):
     return functools.partial(steps if kind in AUTOREGRESSIVE else blocks, drafter.params)
 
 
+def text_with(drafted):
+    """The texts of `filled` with these blocks after their anchors, and a mask of what is text then."""
+    rows, (slots, block) = np.array(TEXT[0]), drafted.shape
+    for s, n in enumerate(LENGTHS[:slots]):
+        rows[s, n + 1 : n + 1 + block] = drafted[s]
+    return rows, np.arange(LENGTH) < np.asarray(LENGTHS)[:, None] + 1 + block
+
+
+@functools.lru_cache
+def language_model_program():
+    model, tables = random_target(VOCAB + 2, seed=7), random_target(VOCAB + 2, seed=7).tables
+    positions = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (SLOTS, 1))
+
+    @jax.jit
+    def logits(rows, segments):
+        features = forward_rows(model.config, model.params, tables, rows, segments, positions)
+        return tables.logits(features.last_hidden)[..., :VOCAB]
+
+    return logits
+
+
 def training_logits(kind, drafted, block):
-    """Logits and confidences that training computes for the blocks `drafted` after the texts of `filled`."""
+    """Logits and confidences of a forward over whole rows for the blocks `drafted` after the texts of `filled`."""
     tokens, taps = (jnp.asarray(x) for x in TEXT)
     lengths = np.asarray(LENGTHS)
-    if kind not in AUTOREGRESSIVE:
+    if kind in HEADS:
         anchors = jnp.asarray(np.stack([lengths, lengths - 2], 1), jnp.int32)
         labels = jnp.asarray(np.stack([drafted, drafted[:, ::-1]], 1))
         ones = jnp.asarray(np.ones(tokens.shape, np.int32))
         logits, confidence = train_program(kind, block)(tokens, taps, ones, anchors, labels)
         return np.asarray(logits)[:, 0], None if confidence is None else np.asarray(confidence)[:, 0]
-    rows = np.array(TEXT[0])
-    for s, n in enumerate(LENGTHS):
-        rows[s, n + 1 : n + 1 + block] = drafted[s]
-    segments = jnp.asarray(np.arange(LENGTH) < lengths[:, None] + 1 + block, jnp.int32)
+    rows, inside = text_with(drafted)
+    segments = jnp.asarray(inside, jnp.int32)
+    if kind == "lm":
+        logits = np.asarray(language_model_program()(jnp.asarray(rows), segments))
+        return logits[np.arange(SLOTS)[:, None], lengths[:, None] + np.arange(block)], None
     logits = train_program(kind, block)(jnp.asarray(rows), taps, segments)
     return np.asarray(logits)[np.arange(SLOTS), lengths - 1], None
 
@@ -177,6 +216,33 @@ def test_a_proposal_leaves_no_trace(kind):
     longer, spans = (8, 9, 6), [(0, 0, 7, 8), (1, 1, 5, 9)]
     after, clean = (feed(kind, s, spans, longer) for s in (drafted, filled(kind)))
     assert_same_proposal(propose(kind, after, longer)[1], propose(kind, clean, longer)[1])
+
+
+@every_kind
+def test_accepted_drafts_are_committed_text(kind):
+    """A whole block accepted, then a row that nobody drafted for: like a text that was never drafted."""
+    drafted, proposal = propose(kind, filled(kind))
+    source = (text_with(np.asarray(proposal.tokens))[0], TEXT[1])
+    clean = filled(kind)
+    for start, stop in ((0, BLOCK + 1), (BLOCK + 1, BLOCK + 2)):
+        lengths = [n + stop for n in LENGTHS]
+        spans = [(s, s, n + start, n + stop) for s, n in enumerate(LENGTHS)]
+        drafted, clean = (feed(kind, state, spans, lengths, source) for state in (drafted, clean))
+    ours, theirs = (propose(kind, state, lengths, source)[1] for state in (drafted, clean))
+    assert_same_proposal(ours, theirs)
+
+
+@pytest.mark.parametrize("accepted", range(BLOCK + 1))
+def test_a_language_model_does_not_run_again_what_it_drafted(accepted):
+    """Extending by an anchor and accepted drafts does not touch the model: broken parameters do not show."""
+    drafted, proposal = propose("lm", filled("lm"))
+    source = (text_with(np.asarray(proposal.tokens))[0], TEXT[1])
+    lengths = [n + 1 + accepted for n in LENGTHS]
+    spans = [(s, s, n, n + BLOCK + 1) for s, n in enumerate(LENGTHS)]
+    broken = jax.tree.map(lambda x: x * jnp.nan, random_drafter("lm").params)
+    ours = feed("lm", drafted, spans, lengths, source, params=broken)
+    theirs = feed("lm", filled("lm"), spans, lengths, source)
+    assert_same_proposal(*(propose("lm", state, lengths, source)[1] for state in (ours, theirs)))
 
 
 @every_kind
@@ -222,11 +288,11 @@ def law_and_draws(logits, probs):
     return probabilities(logits, sampling), sample(probs, draws)
 
 
-@every_kind
+@every_model
 @pytest.mark.parametrize("block", [BLOCK, 2])
 def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
     """Labels being the drafted tokens: same logits, so same distributions, draws and confidences."""
-    if block != BLOCK and kind not in ("vanilla", "sliding", "eagle3", "mtp"):
+    if block != BLOCK and kind not in ("vanilla", "sliding", "eagle3", "mtp", "lm"):
         pytest.skip("a shorter block is the same code for this kind as for `vanilla`")
     _, proposal = propose(kind, filled(kind), block=block)
     logits, confidence = training_logits(kind, np.asarray(proposal.tokens), block)
@@ -240,7 +306,7 @@ def test_br07_proposals_equal_the_teacher_forced_training_forward(kind, block):
     np.testing.assert_array_equal(proposal.num_valid, block)
 
 
-@every_kind
+@every_model
 def test_greedy_proposals_are_the_argmax_of_training_logits(kind):
     _, proposal = propose(kind, filled(kind), mode="greedy")
     logits, _ = training_logits(kind, np.asarray(proposal.tokens), BLOCK)

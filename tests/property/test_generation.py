@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_models import KINDS, VOCAB, random_drafter, random_target
+from random_models import KINDS, UNTRAINED, VOCAB, random_drafter, random_target
 
 from dspark_jax.engine import generate as engine
 from dspark_jax.engine.generate import generate
@@ -53,7 +53,7 @@ def test_plain_text_is_the_targets_own_argmax():
     assert len({r.tokens[:5] for r in plain()}) >= 4, "prompts must matter for the tests below to mean anything"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *UNTRAINED))
 def test_greedy_text_equals_plain_decoding(kind):
     results = speculate(kind)
     assert_same_text(results, plain())
@@ -85,7 +85,7 @@ def test_thresholds_change_the_drafts_but_not_the_text():
     assert proposed[0] > proposed[1] > proposed[2] == 0
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "eagle3"])
+@pytest.mark.parametrize("kind", ["vanilla", "eagle3", *UNTRAINED])
 def test_br21_mixed_temperatures_keep_greedy_rows_greedy(kind):
     """Temperatures 0, 1e-6 and 9.9e-6 beside sampled rows decode the plain greedy text."""
     results = speculate(kind, temperature=[0.0, 1.0, 9.9e-6, 0.7, 1e-6])
@@ -95,7 +95,7 @@ def test_br21_mixed_temperatures_keep_greedy_rows_greedy(kind):
     assert_same_text(tiny, plain())
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "eagle3"])
+@pytest.mark.parametrize("kind", ["vanilla", "eagle3", *UNTRAINED])
 def test_seeded_text_is_the_same_alone_and_in_a_batch(kind):
     seeds = [7, 8, 9, 10, 11]
     settings = {"temperature": 1.0, "batch_size": 5}

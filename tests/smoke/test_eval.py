@@ -54,6 +54,19 @@ def test_from_files_to_tables(models, tmp_path, capsys):
     assert os.path.getsize(tmp_path / "docs" / "conditional_acceptance.png") > 1000
 
 
+def test_drafters_that_need_no_training(models, tmp_path, capsys):
+    """Prompt lookup, and a language model: here the target itself, whose drafts are all right."""
+    more = ("--draft", "ngram", "--draft", f"lm:{models / 'target'}", "--output", f"{tmp_path}/results.json")
+    assert command.main(arguments(models, *more, drafters=())) == 0
+    assert "Lossless: all 6 speculative outputs equal plain decoding" in capsys.readouterr().out
+    systems = json.loads((tmp_path / "results.json").read_text())["systems"][1:]
+    assert [(s["name"], s["kind"], s["block_size"]) for s in systems] == [
+        ("ngram", "n-gram", 7),
+        (f"lm:{models / 'target'}", "language model", 5),
+    ]
+    assert systems[0]["parameters"] == 0 < systems[1]["parameters"]
+
+
 def test_sampled_text_is_not_compared(models, capsys):
     more = ("--temperature", "1", "--max-samples", "1", "--batch-size", "2", "--block-size", "2")
     assert command.main(arguments(models, *more, drafters=["dspark"])) == 0

@@ -47,7 +47,8 @@ def test_layer_types_decide_the_window():
         ({"mask_token_id": -1}, "mask_token_id -1 is outside"),
         ({"kind": "eagle3"}, "EAGLE-3 has exactly one layer.*found 3"),
         ({"kind": "mtp", "target_layer_ids": ()}, "MTP has exactly one layer.*found 3"),
-        ({"kind": "mtp"}, r"target_layer_ids is \(0, 2\), but MTP reads the target's last hidden state only"),
+        ({"kind": "mtp"}, r"target_layer_ids is \(0, 2\), but MTP taps no layers"),
+        ({"kind": "lm"}, r"but language model taps no layers"),
     ],
 )
 def test_drafter_refuses(changes, message):
