@@ -2,7 +2,8 @@
 
 `decode` times the target's steps over 1, 2, 4, … rows of one sequence and a drafter's round beside them: what
 verification costs in one-token steps, and the sequential head's share of a round. `train` times forward and backward of
-the drafters at SmolLM2's sizes with features given, against a plain matrix product of the same shapes.
+the drafters at SmolLM2's sizes with features given, against a plain matrix product of the same shapes. `serve` puts
+the engine under closed-loop load, plain decoding and drafters with several policies side by side.
 """
 
 from __future__ import annotations
@@ -31,8 +32,24 @@ from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.draft.heads import sample_block
 from dspark_jax.draft.loading import functions_for, load_drafter
 from dspark_jax.engine.rounds import DecodeState, Requests, Rounds, Weights
+from dspark_jax.evaluation.figures import require_matplotlib
+from dspark_jax.evaluation.serving import (
+    LoadSettings,
+    ServingSystem,
+    best_other_ratio,
+    load_grid,
+    load_report,
+    matched_ratio,
+    measure_load,
+    summarize_load,
+)
+from dspark_jax.evaluation.serving_plots import write_load_plots
+from dspark_jax.evaluation.tables import rich_table
+from dspark_jax.evaluation.tasks import load_tasks
 from dspark_jax.files import atomic_write
+from dspark_jax.progress import Progress
 from dspark_jax.sampling import make_sampling, request_keys
+from dspark_jax.spec.schedule import Fixed, NoDraft
 from dspark_jax.target.loading import load_target
 from dspark_jax.training.anchors import block_labels, draw_anchors, row_keys
 from dspark_jax.training.losses import LossConfig, block_loss, eagle3_loss, slot_weights
@@ -79,6 +96,31 @@ class Train:
     chunk: int = 8
     repeats: int = 3
     output: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Put the engine under closed-loop load and compare systems at every concurrency.
+
+    Attributes:
+        target: the target.
+        draft: the drafter with a confidence head.
+        baseline: a second drafter, verified whole; None for none.
+        tasks: prompt files or folders; the built-in prompts by default.
+        fixed: fixed verify lengths to compare with.
+        load: how load is made.
+        output: JSON file for the numbers.
+        plots: folder for the pictures.
+    """
+
+    target: str = "smollm2-135m"
+    draft: str = "dspark"
+    baseline: str | None = None
+    tasks: tuple[str, ...] = ()
+    fixed: tuple[int, ...] = (1, 3, 5, 7)
+    load: LoadSettings = dataclasses.field(default_factory=LoadSettings)
+    output: Path | None = None
+    plots: Path | None = None
 
 
 def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -249,22 +291,66 @@ def _plain_product(repeats: int) -> dict[str, float]:
     return result
 
 
-def main(command: Decode | Train) -> None:
+def bench_serve(command: Serve) -> dict[str, Any]:
+    """Load at every concurrency, with its table, ratios and pictures."""
+    if command.plots is not None:
+        require_matplotlib()
+    target = load_target(command.target, dtype=jnp.float32)
+    drafter = load_drafter(command.draft, target)
+    systems = [ServingSystem("plain", None, NoDraft())]
+    if command.baseline is not None:
+        baseline = load_drafter(command.baseline, target)
+        systems.append(ServingSystem(baseline.name, baseline, Fixed(baseline.config.block_size)))
+    systems += [ServingSystem(f"fixed {k}", drafter, Fixed(k)) for k in command.fixed]
+    systems.append(ServingSystem("scheduled", drafter, None))
+    prompts = [prompt.messages for prompt in load_tasks(command.tasks)]
+    error, console = Console(stderr=True), Console()
+    with Progress("load", None, "stages", console=error) as progress:
+        points, profiles = measure_load(
+            target, systems, prompts, command.load, on_progress=lambda what: progress.update(1, now=what)
+        )
+    rows = summarize_load(points)
+    console.print(rich_table(load_grid(rows)))
+    others = [s.name for s in systems if s.name == "plain" or s.name.startswith("fixed")]
+    ratios = best_other_ratio(points, "scheduled", others)
+    for concurrency, values in ratios.items():
+        spread = f"{np.median(values):.3f} ({values.min():.3f} to {values.max():.3f})"
+        console.print(f"{concurrency} in flight: scheduled over the best of plain and fixed: {spread}")
+    results = load_report(points, profiles, command.load)
+    results["scheduled_over_best"] = {str(c): values.tolist() for c, values in ratios.items()}
+    if command.baseline is not None:
+        results["over_baseline"] = matched_ratio(rows, "scheduled", systems[1].name)
+        for speed, ratio in results["over_baseline"]:
+            console.print(f"at {speed:.1f} tokens/s a request: scheduled over {systems[1].name}: {ratio:.2f}")
+    if command.plots is not None:
+        write_load_plots(rows, command.plots)
+    return results
+
+
+def main(command: Decode | Train | Serve) -> None:
     """Run a benchmark, print its table, and write the numbers."""
     console = Console()
-    results = bench_decode(command) if isinstance(command, Decode) else bench_train(command)
-    device = jax.devices()[0].device_kind
-    table = Table(title=f"{type(command).__name__.lower()} on {platform.processor() or device}, {date.today()}")
-    table.add_column("what")
-    table.add_column("measured")
-    for name, value in _flat(results):
-        table.add_row(name, f"{value:.4g}")
-    console.print(table)
+    if isinstance(command, Serve):
+        results = bench_serve(command)
+    else:
+        results = bench_decode(command) if isinstance(command, Decode) else bench_train(command)
+        _print(console, type(command).__name__.lower(), results)
     if command.output is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(command).items()}
+        settings = json.loads(json.dumps(dataclasses.asdict(command), default=str))
+        device = jax.devices()[0].device_kind
         facts = {"date": str(date.today()), "device": device, "jax": jax.__version__, "settings": settings}
         with atomic_write(command.output, "w") as file:
             json.dump({**facts, "results": results}, file, indent=2)
+
+
+def _print(console: Console, name: str, results: dict[str, Any]) -> None:
+    device = jax.devices()[0].device_kind
+    table = Table(title=f"{name} on {platform.processor() or device}, {date.today()}")
+    table.add_column("what")
+    table.add_column("measured")
+    for label, value in _flat(results):
+        table.add_row(label, f"{value:.4g}")
+    console.print(table)
 
 
 def _flat(values: dict[Any, Any], prefix: str = "") -> list[tuple[str, float]]:
@@ -278,7 +364,9 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> list[tuple[str, float]]:
 if __name__ == "__main__":
     main(
         tyro.cli(
-            Annotated[Decode, tyro.conf.subcommand("decode")] | Annotated[Train, tyro.conf.subcommand("train")],  # type: ignore[arg-type]
+            Annotated[Decode, tyro.conf.subcommand("decode")]  # type: ignore[arg-type]
+            | Annotated[Train, tyro.conf.subcommand("train")]
+            | Annotated[Serve, tyro.conf.subcommand("serve")],
             description=__doc__,
         )
     )

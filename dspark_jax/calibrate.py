@@ -32,7 +32,7 @@ from dspark_jax.evaluation.calibration import (
     without_temperatures,
 )
 from dspark_jax.evaluation.calibration_plots import write_calibration_plots
-from dspark_jax.evaluation.plots import require_matplotlib
+from dspark_jax.evaluation.figures import require_matplotlib
 from dspark_jax.evaluation.report import write_report
 from dspark_jax.evaluation.tables import rich_table
 from dspark_jax.evaluation.tasks import Prompt, load_tasks

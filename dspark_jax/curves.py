@@ -9,11 +9,14 @@ rate by position at the last validation.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import tyro
+
+from dspark_jax.evaluation.figures import COLORS, new_figure, save_figure, style
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,24 +53,20 @@ def read_run(argument: str) -> tuple[str, list[dict[str, Any]]]:
 def main(command: CurvesCommand) -> None:
     """Run the command."""
     runs = [read_run(argument) for argument in command.run]
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name, lines in runs:
+    figure = new_figure(width=10, height=4)
+    left, right = figure.subplots(1, 2)
+    for (name, lines), color in zip(runs, itertools.cycle(COLORS), strict=False):
+        look: dict[str, Any] = {"label": name, "color": color, "marker": "o", "markersize": 3}
         minutes = [line["seconds"] / 60 for line in lines]
-        left.plot(minutes, [line["tau_probabilistic"] for line in lines], marker="o", markersize=3, label=name)
+        left.plot(minutes, [line["tau_probabilistic"] for line in lines], **look)
         rates = lines[-1]["accept_rate"]
-        right.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, label=name)
+        right.plot(range(1, len(rates) + 1), rates, **look)
     left.set(xlabel="minutes of training", ylabel="probabilistic τ, held-out rows")
     right.set(xlabel="position in the block", ylabel="accept rate at the last validation", ylim=(0, None))
     for axis in (left, right):
-        axis.grid(alpha=0.3)
+        style(axis)
         axis.legend(frameon=False)
-    command.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(command.output, dpi=150)
+    save_figure(figure, command.output)
 
 
 if __name__ == "__main__":

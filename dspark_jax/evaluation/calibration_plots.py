@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark_jax.evaluation.calibration import Assessment
-from dspark_jax.evaluation.plots import require_matplotlib
-from dspark_jax.files import atomic_write
+from dspark_jax.evaluation.figures import COLORS, INK, new_figure, save_figure, style
 from dspark_jax.spec.metrics import ConfidenceMetrics
 
 if TYPE_CHECKING:
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
 
 RELIABILITY_PLOT, SWEEP_PLOT = "reliability.png", "threshold_sweep.png"
 _FEW = 20
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_RAW, _CALIBRATED, _RATE = "#D55E00", "#0072B2", "#009E73"
-_INK, _GRID = "#333333", "#dddddd"
+_CALIBRATED, _RAW, _RATE = COLORS[:3]
 
 
 def reliability_figure(assessment: Assessment) -> Figure:
@@ -35,27 +31,27 @@ def reliability_figure(assessment: Assessment) -> Figure:
     size = len(assessment.temperatures)
     columns = min(size, 4)
     lines = math.ceil(size / columns)
-    figure = _figure(width=0.6 + 2.5 * columns, height=0.6 + 2.5 * lines)
+    figure = new_figure(width=0.6 + 2.5 * columns, height=0.6 + 2.5 * lines)
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for k, panel in enumerate(panels.flat):
         if k >= size:
             panel.set_visible(False)
             continue
-        panel.plot([0, 1], [0, 1], color=_INK, linewidth=0.8, linestyle=":")
+        panel.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle=":")
         for label, metrics, color in (
             ("as trained", assessment.raw, _RAW),
             ("calibrated", assessment.calibrated, _CALIBRATED),
         ):
             _reliability_line(panel, metrics, k, label, color)
         raw, calibrated = assessment.raw.ece[k], assessment.calibrated.ece[k]
-        panel.set_title(f"position {k + 1}: ECE {_percent(raw)} → {_percent(calibrated)}", fontsize=9, color=_INK)
+        panel.set_title(f"position {k + 1}: ECE {_percent(raw)} → {_percent(calibrated)}", fontsize=9, color=INK)
         panel.set_xlim(-0.03, 1.03)
         panel.set_ylim(-0.03, 1.03)
         # The lowest visible panel of a column carries the axis.
         lowest = k + columns >= size
         panel.xaxis.set_tick_params(labelbottom=lowest)
         panel.set_xlabel("predicted survival" if lowest else "")
-        _style(panel)
+        style(panel)
     for row in panels:
         row[0].set_ylabel("observed survival")
     handles, labels = panels.flat[0].get_legend_handles_labels()
@@ -71,16 +67,16 @@ def sweep_figure(assessment: Assessment) -> Figure:
     """
     columns = min(len(assessment.sweeps), 4)
     lines = math.ceil(len(assessment.sweeps) / columns)
-    figure = _figure(width=1.2 + 2.9 * columns, height=0.7 + 2.7 * lines)
+    figure = new_figure(width=1.2 + 2.9 * columns, height=0.7 + 2.7 * lines)
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel, (name, points) in zip(panels.flat, assessment.sweeps.items(), strict=False):
         at = np.array([p.threshold for p in points])
         accepted, rejected = np.array([p.accepted for p in points]), np.array([p.rejected for p in points])
         panel.bar(at, accepted, 0.08, color=_CALIBRATED, label="accepted")
         panel.bar(at, rejected, 0.08, bottom=accepted, color=_RAW, label="rejected")
-        panel.set_title(name, fontsize=11, color=_INK)
+        panel.set_title(name, fontsize=11, color=INK)
         panel.set_xlabel("confidence threshold")
-        _style(panel)
+        style(panel)
         rate = panel.twinx()
         rate.plot(at, [p.acceptance for p in points], color=_RATE, marker="o", markersize=4, label="acceptance")
         rate.set_ylim(0, 1.05)
@@ -111,22 +107,11 @@ def write_calibration_plots(assessment: Assessment, folder: str | Path) -> list[
     Raises:
         ModuleNotFoundError: matplotlib is not installed; names the extra that brings it.
     """
-    written = []
-    for name, draw in ((RELIABILITY_PLOT, reliability_figure), (SWEEP_PLOT, sweep_figure)):
-        buffer = io.BytesIO()
-        draw(assessment).savefig(buffer, format="png", dpi=160)
-        with atomic_write(Path(folder) / name) as file:
-            file.write(buffer.getvalue())
-        written.append(Path(folder) / name)
-    return written
-
-
-def _figure(*, width: float, height: float) -> Figure:
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    # A figure without pyplot opens no window and touches no global state.
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    folder = Path(folder)
+    return [
+        save_figure(reliability_figure(assessment), folder / RELIABILITY_PLOT),
+        save_figure(sweep_figure(assessment), folder / SWEEP_PLOT),
+    ]
 
 
 def _reliability_line(panel: Any, metrics: ConfidenceMetrics, k: int, label: str, color: str) -> None:
@@ -142,13 +127,6 @@ def _reliability_line(panel: Any, metrics: ConfidenceMetrics, k: int, label: str
         linestyle="none",
         markerfacecolor="white",
     )
-
-
-def _style(axes: Any) -> None:
-    axes.grid(axis="y", color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
 
 
 def _percent(value: float) -> str:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from decoded import answer, example, measurement
 
+from dspark_jax.evaluation.figures import require_matplotlib
 from dspark_jax.evaluation.measure import PLAIN
-from dspark_jax.evaluation.plots import acceptance_figure, length_figure, require_matplotlib, write_plots
+from dspark_jax.evaluation.plots import acceptance_figure, length_figure, write_plots
 from dspark_jax.evaluation.summary import summarize
 
 

@@ -136,7 +136,7 @@ def test_a_time_budget_counts_over_resumes(tmp_path):
 
 def test_a_run_starts_from_a_saved_drafter(straight, tmp_path):
     """With a learning rate of nothing it ends where it began, and the step count begins anew."""
-    output, result, _ = straight
+    output, _, _ = straight
     saved = str(output / "export" / "000010")
     still = dataclasses.replace(tiny_config().optimizer, learning_rate=1e-30, weight_decay=0.0)
     again = run(tmp_path, initial_drafter=saved, steps=2, optimizer=still)
@@ -144,5 +144,5 @@ def test_a_run_starts_from_a_saved_drafter(straight, tmp_path):
     expected = load_drafter(saved, tiny_target()).params
     for ours, theirs in zip(jax.tree.leaves(again.drafter.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-20)
-    with pytest.raises(ValueError, match="another shape: .*markov_rank 4 .the run: 0."):
+    with pytest.raises(ValueError, match=r"another shape: .*markov_rank 4 .the run: 0."):
         run(tmp_path / "other", kind="dflash", initial_drafter=saved, steps=2)

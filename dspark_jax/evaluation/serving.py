@@ -1,0 +1,346 @@
+"""Closed-loop load: a fixed number of requests in flight, systems side by side (the paper's Figures 7 and 8).
+
+Every finished request is replaced at once, so the engine always serves the same number. Systems are interleaved inside
+every repeat: a machine that slows down or speeds up meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.draft.contract import Drafter
+from dspark_jax.engine.engine import Engine, Statistics
+from dspark_jax.engine.profile import StepProfile, measure_profile
+from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.requests import Prompt
+from dspark_jax.evaluation.tables import Grid
+from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Scheduled
+from dspark_jax.target.loading import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingSystem:
+    """A drafter and how much of its blocks is verified.
+
+    Attributes:
+        name: shown in tables.
+        drafter: None for plain decoding.
+        policy: None stands for `scheduled`, whose curve is measured for every concurrency.
+    """
+
+    name: str
+    drafter: Drafter | None
+    policy: Policy | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadSettings:
+    """How load is made.
+
+    Attributes:
+        concurrency: requests in flight, one measurement each.
+        requests: requests that finish in a measurement, as a multiple of the concurrency.
+        max_new_tokens: of every request.
+        max_length: tokens a slot holds.
+        temperature: of every request; request i uses seed i.
+        repeats: interleaved repeats.
+        profile_context: tokens in every slot while step costs are measured.
+    """
+
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    requests: int = 3
+    max_new_tokens: int = 64
+    max_length: int = 384
+    temperature: float = 0.0
+    repeats: int = 3
+    profile_context: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadPoint:
+    """One measurement.
+
+    Attributes:
+        system, concurrency, repeat: what was measured.
+        tokens: committed while the clock ran.
+        seconds: on the clock.
+        request_rates: tokens a second of each finished request, from its first token to its last.
+        budget: mean rows of a step for anchors and drafts.
+        drafts, accepted: draft tokens verified and accepted.
+        padding: share of rows that carried nothing.
+        planning: share of the time the host spent planning and dispatching.
+        compilations: programs compiled while the clock ran; anything but 0 spoils the measurement.
+    """
+
+    system: str
+    concurrency: int
+    repeat: int
+    tokens: int
+    seconds: float
+    request_rates: tuple[float, ...]
+    budget: float
+    drafts: int
+    accepted: int
+    padding: float
+    planning: float
+    compilations: int
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second of all requests together."""
+        return self.tokens / self.seconds
+
+
+def measure_load(
+    target: Target,
+    systems: Sequence[ServingSystem],
+    prompts: Sequence[Prompt],
+    settings: LoadSettings,
+    *,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[list[LoadPoint], dict[int, StepProfile]]:
+    """Measure all systems at every concurrency.
+
+    Args:
+        target: the model that is served.
+        systems: with distinct names.
+        prompts: taken in turn.
+        settings: how.
+        on_progress: called with a description whenever something new begins.
+
+    Returns:
+        All measurements, and the step-cost profiles by concurrency.
+
+    Raises:
+        ValueError: no prompts, or systems that share a name.
+    """
+    names = [system.name for system in systems]
+    if not prompts or len(set(names)) < len(names):
+        raise ValueError(f"expected prompts and systems with distinct names, found {len(prompts)} and {names}")
+    points: list[LoadPoint] = []
+    profiles: dict[int, StepProfile] = {}
+    say = on_progress or (lambda what: None)
+    for concurrency in settings.concurrency:
+        engines: dict[str, Engine] = {}
+        for system in systems:
+            say(f"{concurrency} in flight: {system.name}, compiling and profiling")
+            policy = system.policy
+            if policy is None:
+                assert system.drafter is not None  # only drafts are scheduled
+                profile = profiles[concurrency] = measure_profile(
+                    target, system.drafter, slots=concurrency, context=settings.profile_context
+                )
+                policy = Scheduled(profile.curve, profile.plain_curve)
+            engines[system.name] = engine = Engine(
+                target,
+                system.drafter,
+                slots=concurrency,
+                max_length=settings.max_length,
+                policy=policy,
+                row_ladder=_ladder(policy, system, concurrency),
+            )
+            engine.warm_up(("greedy",) if settings.temperature == 0 else ("plain",))
+        for repeat in range(settings.repeats):
+            for system in systems:
+                say(f"{concurrency} in flight: {system.name}, repeat {repeat + 1} of {settings.repeats}")
+                points.append(_closed_loop(engines[system.name], system.name, repeat, prompts, settings))
+    return points, profiles
+
+
+def _ladder(policy: Policy, system: ServingSystem, concurrency: int) -> tuple[int, ...] | None:
+    """A system that verifies a fixed number of rows needs few programs; the scheduler wants a fine ladder."""
+    if isinstance(policy, (NoDraft, Fixed)):
+        width = 1 if isinstance(policy, NoDraft) else policy.k + 1
+        return tuple(sorted({max(1, concurrency * width // 2), concurrency * width}))
+    return None
+
+
+def _closed_loop(
+    engine: Engine, name: str, repeat: int, prompts: Sequence[Prompt], settings: LoadSettings
+) -> LoadPoint:
+    concurrency = engine.steps.slots
+    goal, next_prompt, tokens = settings.requests * concurrency, 0, 0
+    rates: list[float] = []
+
+    def submit() -> None:
+        nonlocal next_prompt
+        engine.submit(
+            prompts[next_prompt % len(prompts)],
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            seed=next_prompt,
+        )
+        next_prompt += 1
+
+    engine.statistics = Statistics()
+    compiled, started = PROGRAMS.count, time.perf_counter()
+    for _ in range(concurrency):
+        submit()
+    while len(rates) < goal:
+        for event in engine.step():
+            tokens += len(event.tokens)
+            if event.finish_reason is not None:
+                answer = engine.take(event.request)
+                rates.append((len(answer.tokens) - 1) / max(answer.timings.decode, 1e-9))
+                submit()
+    seconds, compiled = time.perf_counter() - started, PROGRAMS.count - compiled
+    for request in [r for r in engine.requests if r is not None] + list(engine.queue):
+        engine.cancel(request.id)
+    for _ in engine.stream():
+        pass
+    for number in list(engine.results):
+        engine.take(number)
+    s = engine.statistics
+    return LoadPoint(
+        system=name,
+        concurrency=concurrency,
+        repeat=repeat,
+        tokens=tokens,
+        seconds=seconds,
+        request_rates=tuple(rates),
+        budget=s.verify_budget / max(s.verify_steps, 1),
+        drafts=s.drafts,
+        accepted=s.accepted,
+        padding=s.padding,
+        planning=s.plan_seconds / seconds,
+        compilations=compiled,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRow:
+    """A system at one concurrency, over all repeats.
+
+    Attributes:
+        system, concurrency: what was measured.
+        throughput: median of the repeats, tokens a second, with the smallest and the largest.
+        user, user_p10: median and 10th percentile of the requests' own tokens a second.
+        budget, padding, planning: means of the repeats.
+        accepted_per_verified: accepted drafts per verified draft; NaN without drafts.
+        compilations: of all repeats.
+    """
+
+    system: str
+    concurrency: int
+    throughput: float
+    lowest: float
+    highest: float
+    user: float
+    user_p10: float
+    budget: float
+    padding: float
+    planning: float
+    accepted_per_verified: float
+    compilations: int
+
+
+def summarize_load(points: Sequence[LoadPoint]) -> list[LoadRow]:
+    """One row a system and concurrency, in the order of measurement."""
+    rows = []
+    for concurrency, system in dict.fromkeys((p.concurrency, p.system) for p in points):
+        some = [p for p in points if (p.concurrency, p.system) == (concurrency, system)]
+        rates = np.concatenate([p.request_rates for p in some])
+        throughput = np.array([p.throughput for p in some])
+        drafts = sum(p.drafts for p in some)
+        rows.append(
+            LoadRow(
+                system=system,
+                concurrency=concurrency,
+                throughput=float(np.median(throughput)),
+                lowest=float(throughput.min()),
+                highest=float(throughput.max()),
+                user=float(np.median(rates)),
+                user_p10=float(np.quantile(rates, 0.1)),
+                budget=float(np.mean([p.budget for p in some])),
+                padding=float(np.mean([p.padding for p in some])),
+                planning=float(np.mean([p.planning for p in some])),
+                accepted_per_verified=sum(p.accepted for p in some) / drafts if drafts else float("nan"),
+                compilations=sum(p.compilations for p in some),
+            )
+        )
+    return rows
+
+
+def best_other_ratio(points: Sequence[LoadPoint], system: str, others: Sequence[str]) -> dict[int, np.ndarray]:
+    """Throughput of a system over that of the best of the others, by concurrency, one value a repeat.
+
+    Both come from the same repeat, minutes apart at most. The best of the others is the best by median, not the one
+    that was lucky in that repeat.
+    """
+    ratios: dict[int, np.ndarray] = {}
+    for concurrency in dict.fromkeys(p.concurrency for p in points):
+        of = {
+            name: np.array([p.throughput for p in points if (p.concurrency, p.system) == (concurrency, name)])
+            for name in (system, *others)
+        }
+        best = max(others, key=lambda name: float(np.median(of[name])))
+        ratios[concurrency] = of[system] / of[best]
+    return ratios
+
+
+def matched_ratio(rows: Sequence[LoadRow], system: str, baseline: str) -> list[tuple[float, float]]:
+    """Aggregate throughput of a system over a baseline's at equal speed for the user.
+
+    Both frontiers (user's tokens a second, aggregate tokens a second) are interpolated linearly; speeds that only one
+    of them reaches are left out.
+
+    Returns:
+        (user's tokens a second, ratio) at the measured speeds of either where both frontiers reach.
+    """
+
+    def frontier(name: str) -> tuple[np.ndarray, np.ndarray]:
+        found = sorted((r.user, r.throughput) for r in rows if r.system == name)
+        return np.array([x for x, _ in found]), np.array([y for _, y in found])
+
+    (x, y), (base_x, base_y) = frontier(system), frontier(baseline)
+    if not len(x) or not len(base_x):
+        return []
+    low, high = max(x.min(), base_x.min()), min(x.max(), base_x.max())
+    speeds = sorted({float(v) for v in (*x, *base_x) if low <= v <= high})
+    return [(v, float(np.interp(v, x, y) / np.interp(v, base_x, base_y))) for v in speeds]
+
+
+def load_grid(rows: Sequence[LoadRow]) -> Grid:
+    """The table of a load benchmark."""
+    sections: dict[int, list[tuple[str, ...]]] = {}
+    for r in rows:
+        cells = (
+            str(r.concurrency),
+            r.system,
+            f"{r.throughput:.1f}",
+            f"{r.lowest:.1f} to {r.highest:.1f}",
+            f"{r.user:.1f}",
+            f"{r.user_p10:.1f}",
+            f"{r.budget:.1f}",
+            "–" if np.isnan(r.accepted_per_verified) else f"{r.accepted_per_verified:.2f}",
+            f"{100 * r.padding:.0f} %",
+            f"{100 * r.planning:.1f} %",
+            str(r.compilations),
+        )
+        sections.setdefault(r.concurrency, []).append(cells)
+    return Grid(
+        title="Load",
+        note="Tokens a second of all requests (median of interleaved repeats, and range) and of single requests.",
+        header=(
+            "in flight", "system", "tokens/s", "range", "request median", "request p10", "rows a step",
+            "accepted per verified", "padding", "planning", "compiled",
+        ),
+        sections=tuple(tuple(section) for section in sections.values()),
+    )  # fmt: skip
+
+
+def load_report(
+    points: Sequence[LoadPoint], profiles: dict[int, StepProfile], settings: LoadSettings
+) -> dict[str, Any]:
+    """Everything measured, as plain values."""
+    return {
+        "settings": dataclasses.asdict(settings),
+        "rows": [dataclasses.asdict(r) for r in summarize_load(points)],
+        "points": [dataclasses.asdict(p) for p in points],
+        "profiles": {str(c): dataclasses.asdict(p) for c, p in profiles.items()},
+    }

@@ -1,0 +1,92 @@
+"""`python -m dspark_jax.profile`: measure what a step costs on this machine, for hardware-aware scheduling.
+
+Writes the JSON that `bench serve` and the engine's policies `scheduled` and `greedy` read, and draws the curve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.draft.loading import load_drafter
+from dspark_jax.engine.profile import StepProfile, measure_profile
+from dspark_jax.evaluation.serving_plots import write_profile_plot
+from dspark_jax.progress import Progress
+from dspark_jax.target.loading import load_target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileCommand:
+    """Measure step costs.
+
+    Attributes:
+        target: `smollm2-135m`, a path or a hub name.
+        draft: a shipped name, a path or a hub name.
+        slots: slots of the engine the profile is for.
+        context: tokens that every slot holds while it is measured.
+        repeats: timed repeats of each program; the median counts.
+        rows: rows of a step to measure; the engine's own ladder by default.
+        output: where the profile goes.
+        plot: where a picture of the curve goes; none by default.
+    """
+
+    target: str = "smollm2-135m"
+    draft: str = "dspark"
+    slots: int = 8
+    context: int = 256
+    repeats: int = 5
+    rows: tuple[int, ...] | None = None
+    output: Path = Path("profile.json")
+    plot: Path | None = None
+
+
+def table(profile: StepProfile) -> Table:
+    """The measured numbers."""
+    result = Table(title=f"step costs, {profile.slots} slots at context {profile.context}, {profile.device}")
+    for name in ("rows", "verify (ms)", "without drafts (ms)", "round, monotone (ms)"):
+        result.add_column(name, justify="right")
+    for i, rows in enumerate(profile.rows):
+        plain = f"{1e3 * profile.plain[i]:.1f}" if i < len(profile.plain) else ""
+        result.add_row(f"{rows}", f"{1e3 * profile.step[i]:.1f}", plain, f"{1e3 * profile.curve.seconds(rows):.1f}")
+    result.caption = f"drafting: {1e3 * profile.propose:.1f} ms"
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    command = tyro.cli(ProfileCommand, args=arguments, description=__doc__)
+    console = Console(stderr=True)
+    target = load_target(command.target, dtype=jnp.float32)
+    drafter = load_drafter(command.draft, target)
+    with Progress("profiling", 1, "programs", console=console) as progress:
+
+        def on_progress(done: int, total: int) -> None:
+            progress.total = total
+            progress.update(1)
+
+        profile = measure_profile(
+            target,
+            drafter,
+            slots=command.slots,
+            context=command.context,
+            repeats=command.repeats,
+            ladder=command.rows,
+            on_progress=on_progress,
+        )
+    profile.save(command.output)
+    Console().print(table(profile))
+    if command.plot is not None:
+        write_profile_plot(profile, command.plot)
+    console.print(f"wrote {command.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
