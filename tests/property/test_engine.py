@@ -75,7 +75,7 @@ def test_greedy_text_does_not_depend_on_the_policy(policy):
         assert len(result.tokens) == min(budget, 1) + sum(r.emitted for r in result.rounds)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "gated"])
+@pytest.mark.parametrize("kind", ["eagle3", "gated", "mtp", "ngram", "lm"])
 def test_other_drafters(kind):
     assert texts(run("fixed", kind=kind)) == texts(alone())
 
