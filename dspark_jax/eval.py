@@ -20,9 +20,10 @@ from rich.console import Console
 
 from dspark_jax.draft.loading import shipped_drafters
 from dspark_jax.engine.drafters import find_drafter
+from dspark_jax.evaluation.figures import require_matplotlib
 from dspark_jax.evaluation.lossless import LosslessCheck, check_lossless
 from dspark_jax.evaluation.measure import Measurement, Settings, measure
-from dspark_jax.evaluation.plots import require_matplotlib, write_plots
+from dspark_jax.evaluation.plots import write_plots
 from dspark_jax.evaluation.report import machine, report, versions, write_report
 from dspark_jax.evaluation.summary import OVERALL, Summary, summarize
 from dspark_jax.evaluation.tables import RESULTS_BEGIN, grids, insert_results, markdown, rich_table

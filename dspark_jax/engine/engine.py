@@ -25,7 +25,8 @@ from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import MAX_STOP_TOKENS, Prompt, Request, check_request
 from dspark_jax.engine.results import FinishName, Generation, Timings
-from dspark_jax.engine.steps import Admission, Chunk, Draft, Limits, PolicyKind, Report, Slots, Steps, Weights
+from dspark_jax.engine.rounds import Weights
+from dspark_jax.engine.steps import Admission, Chunk, Draft, Limits, PolicyKind, Report, Slots, Steps
 from dspark_jax.spec.schedule import Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
 from dspark_jax.target.loading import Target
 

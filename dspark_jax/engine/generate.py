@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import buckets
-from dspark_jax.data.chat import render_prompt
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.requests import FINISH_NAMES, Prompt, token_ids, whole
 from dspark_jax.engine.results import Generation, Round, Timings
 from dspark_jax.engine.rounds import DecodeState, Report, Requests, Rounds, Weights
 from dspark_jax.sampling import make_sampling, request_keys
@@ -26,7 +26,6 @@ MAX_SLOTS = 16
 _LENGTH_STEP = 128
 _STOP_STEP = 4
 
-Prompt = Sequence[int] | Sequence[Mapping[str, Any]]
 PerPrompt = Any  # one value for all prompts, or a sequence with one a prompt
 
 
@@ -73,8 +72,8 @@ def generate(
         ValueError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room in the context, or
             a setting out of range; the message names the prompt.
     """
-    ids = [_token_ids(target, prompt, i) for i, prompt in enumerate(prompts)]
-    budgets = [_whole("max_new_tokens", x, 0) for x in _each("max_new_tokens", max_new_tokens, len(ids))]
+    ids = [_prompt_ids(target, prompt, i) for i, prompt in enumerate(prompts)]
+    budgets = [whole("max_new_tokens", x, 0) for x in _each("max_new_tokens", max_new_tokens, len(ids))]
     count = len(ids)
     seeds = [seed + i for i in range(count)] if isinstance(seed, (int, np.integer)) else _each("seed", seed, count)
     settings = {
@@ -83,7 +82,7 @@ def generate(
     }
     block = _block_size(drafter, block_size, confidence_threshold)
     stops = tuple(target.stop_token_ids if stop_token_ids is None else stop_token_ids)
-    slots = min(len(ids), MAX_SLOTS) if batch_size is None else _whole("batch_size", batch_size, 1)
+    slots = min(len(ids), MAX_SLOTS) if batch_size is None else whole("batch_size", batch_size, 1)
     results: list[Generation] = []
     for start in range(0, len(ids), max(slots, 1)):
         part = slice(start, start + slots)
@@ -171,7 +170,7 @@ class _Batch:
             Generation(
                 prompt=tuple(prompt),
                 tokens=tuple(self.tokens[i]),
-                finish_reason=_FINISH[self.reasons[i]],
+                finish_reason=FINISH_NAMES[self.reasons[i]],
                 rounds=tuple(self.history[i]),
                 first_top2_gap=self.first_gaps[i],
                 timings=timings,
@@ -187,10 +186,10 @@ class _Batch:
         begin = 0
         for chunk in buckets.cut(PREFILL_LADDER, longest):
             width = buckets.pick(PREFILL_LADDER, chunk, "prompt chunk")
-            tokens, counts = np.zeros((self.slots, width), np.int32), np.zeros(self.slots, np.int32)
+            tokens, counts = np.zeros((self.slots, width + 1), np.int32), np.zeros(self.slots, np.int32)
             for i, prompt in enumerate(self.prompts):
-                part = prompt[begin : begin + chunk]
-                tokens[i, : len(part)], counts[i] = part, len(part)
+                part = prompt[begin : begin + chunk + 1]
+                tokens[i, : len(part)], counts[i] = part, min(len(part), chunk)
             begin += chunk
             state, report = self._program(
                 "prefill", self.rounds.prefill, (2,), self.weights, self.requests, state, tokens, counts
@@ -255,28 +254,8 @@ class _Batch:
         return {name: tuple(map(float, values)) for name, values in found.items() if values is not None}
 
 
-_FINISH: dict[FinishReason, Any] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CONTEXT: "context",
-}
-
-
-def _token_ids(target: Target, prompt: Prompt, index: int) -> list[int]:
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        if target.tokenizer is None:
-            raise ValueError(f"prompt {index} holds chat messages, but target {target.name!r} came without a tokenizer")
-        text = render_prompt(target.tokenizer, cast(Sequence[Mapping[str, Any]], prompt))
-        ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-    else:
-        ids = [int(t) for t in cast(Sequence[int], prompt)]
-    rows = target.tables.embed.shape[0]
-    if not ids:
-        raise ValueError(f"prompt {index} is empty: give at least one token")
-    if min(ids) < 0 or max(ids) >= rows:
-        raise ValueError(
-            f"prompt {index} holds token ids {min(ids)}..{max(ids)}; the target's table has rows 0..{rows - 1}"
-        )
+def _prompt_ids(target: Target, prompt: Prompt, index: int) -> list[int]:
+    ids = token_ids(target, prompt, index)
     if len(ids) >= target.config.max_position:
         raise ValueError(
             f"prompt {index} has {len(ids)} tokens; the target's context of {target.config.max_position} leaves no "
@@ -293,12 +272,6 @@ def _each(name: str, value: PerPrompt, count: int) -> list[Any]:
     return list(value)
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or int(value) != value or value < least:
-        raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}")
-    return int(value)
-
-
 def _block_size(drafter: Drafter | None, block_size: int | None, threshold: float) -> int:
     if not 0 <= threshold <= 1:
         raise ValueError(
@@ -308,4 +281,4 @@ def _block_size(drafter: Drafter | None, block_size: int | None, threshold: floa
         return 0
     if threshold > 0 and not drafter.config.confidence_head:
         raise ValueError(f"confidence_threshold is {threshold}, but drafter {drafter.name!r} has no confidence head")
-    return drafter.config.block_size if block_size is None else _whole("block_size", block_size, 1)
+    return drafter.config.block_size if block_size is None else whole("block_size", block_size, 1)

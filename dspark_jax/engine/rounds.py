@@ -139,20 +139,21 @@ class Rounds:
         weights: Weights,
         requests: Requests,
         state: DecodeState,
-        tokens: Int[Array, "S Q"],
+        tokens: Int[Array, "S Q1"],
         counts: Int[Array, "S"],
     ) -> tuple[DecodeState, Report]:
         """Run the next chunk of every prompt; a slot whose prompt ends here draws its first token.
 
         Args:
             weights, requests, state: as everywhere.
-            tokens: next prompt tokens of each slot, left-aligned.
-            counts: how many; 0 leaves a slot alone.
+            tokens: next prompt tokens of each slot, left-aligned, and the one after them: a drafter may pair each
+                token's features with the token that follows, also where the next chunk begins.
+            counts: how many are run, at most Q; 0 leaves a slot alone.
         """
-        slots, width = tokens.shape
+        slots, width = tokens.shape[0], tokens.shape[1] - 1
         q = jnp.arange(width, dtype=jnp.int32)
         inside = (q < counts[:, None]) & ~state.done[:, None]
-        batch = _rectangle(tokens, state.lengths, inside)
+        batch = _rectangle(tokens[:, :-1], state.lengths, inside)
         plan = make_plan(batch, slots, width)
         features, caches = self._target(weights, state.caches, plan)
         counts = jnp.sum(inside, axis=1)
@@ -162,7 +163,7 @@ class Rounds:
         hidden = features.last_hidden.reshape(slots, width, -1)[jnp.arange(slots), last]
         logits = weights.tables.logits(hidden, self.dtype)
         # A block without drafts: the first token is drawn, and ends a request, by the same rules as any other.
-        empty = _no_drafts(slots)
+        empty = no_drafts(slots)
         result = verify_block(
             logits[:, None],
             empty,
@@ -174,8 +175,7 @@ class Rounds:
             ends,
         )
         first = result.next_token
-        following = jnp.concatenate([tokens[:, 1:], jnp.zeros((slots, 1), tokens.dtype)], axis=1)
-        following = jnp.where((q == last[:, None]) & ends[:, None], first[:, None], following)
+        following = jnp.where((q == last[:, None]) & ends[:, None], first[:, None], tokens[:, 1:])
         draft = self._extend(weights, state.draft, plan, features, following, lengths)
         room = self.context - lengths
         commit = commit_tokens(result, empty, requests.budgets, room, requests.stop_ids, ends)
@@ -192,7 +192,7 @@ class Rounds:
             accepted=result.num_accepted,
             accepted_raw=result.num_accepted_raw,
             stopped=result.stopped,
-            top2_gap=_top2_gap(logits),
+            top2_gap=top2_gap(logits),
         )
 
     def propose(
@@ -241,7 +241,7 @@ class Rounds:
         """
         slots = state.anchors.shape[0]
         if proposal is None:
-            proposal = _no_drafts(slots)
+            proposal = no_drafts(slots)
         keep = proposal.num_valid if keep is None else keep
         proposal = Proposal(
             tokens=proposal.tokens[:, : width - 1],
@@ -274,7 +274,7 @@ class Rounds:
         following = jnp.where(row < result.num_accepted[:, None], drafts, result.next_token[:, None])
         draft = self._extend(weights, state.draft, plan, features, following, lengths)
         done = state.done | commit.done
-        gaps = jnp.where(row < commit.count[:, None], _top2_gap(logits), jnp.inf)
+        gaps = jnp.where(row < commit.count[:, None], top2_gap(logits), jnp.inf)
         report = Report(
             tokens=commit.tokens,
             count=commit.count,
@@ -308,12 +308,12 @@ def _rectangle(tokens: Int[Array, "S W"], start: Int[Array, "S"], inside: Bool[A
     return RaggedTokens(tokens.reshape(-1).astype(jnp.int32), slot.reshape(-1), positions.reshape(-1))
 
 
-def _no_drafts(slots: int) -> Proposal:
+def no_drafts(slots: int) -> Proposal:
     """The empty block: plain decoding, and the first token after a prompt."""
     return Proposal(jnp.zeros((slots, 0), jnp.int32), None, None, jnp.zeros((slots,), jnp.int32))
 
 
-def _top2_gap(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+def top2_gap(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
     """Gap of the two largest logits."""
     best = jnp.max(logits, axis=-1)
     at = jnp.argmax(logits, axis=-1)

@@ -15,29 +15,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.contract import DrafterFunctions
+from dspark_jax.engine.rounds import Weights, no_drafts, top2_gap
 from dspark_jax.nn.attention import KVCache, RaggedPlan, make_plan
 from dspark_jax.sampling import request_keys
 from dspark_jax.spec.schedule import fill_capacity, greedy_lengths, survival
 from dspark_jax.spec.verify import commit_tokens, confidence_cut, is_stop, leading, verify_rows
 from dspark_jax.target.transformer import create_caches, forward_ragged
-from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetTables
+from dspark_jax.types import Proposal, RaggedTokens, Sampling
 
 PolicyKind = Literal["none", "fixed", "threshold", "greedy", "scheduled"]
-
-
-@struct.dataclass
-class Weights:
-    """Parameters of both models: arguments of every program, never closures.
-
-    Attributes:
-        target: decoder parameters of the target.
-        tables: its embedding and head.
-        draft: drafter parameters; None for plain decoding.
-    """
-
-    target: Params
-    tables: TargetTables
-    draft: Params | None
 
 
 @struct.dataclass
@@ -294,7 +280,7 @@ class Steps:
             chunk: part of a prompt; None for none.
             rows: rows for anchors and drafts (static); 0 runs the chunk alone. A slot whose rows do not fit waits.
         """
-        proposal, keep = (_no_drafts(self.slots), None) if draft is None else (draft.proposal, draft.keep)
+        proposal, keep = (no_drafts(self.slots), None) if draft is None else (draft.proposal, draft.keep)
         proposal = self._cut(proposal, keep)
         decode, row_of, active, proposal = self._decode_rows(slots, proposal, rows)
         plan = self._plan(decode, chunk, proposal.tokens.shape[1] + 1)
@@ -337,7 +323,7 @@ class Steps:
         state = memory.draft
         if self.drafter is not None:
             state = self.drafter.extend(weights.draft, weights.tables, state, plan, features, following, lengths)
-        gaps = jnp.take(_top2_gap(logits), row_of, mode="fill", fill_value=jnp.inf)
+        gaps = jnp.take(top2_gap(logits), row_of, mode="fill", fill_value=jnp.inf)
         gaps = jnp.where(jnp.arange(row_of.shape[1]) < commit.count[:, None], gaps, jnp.inf)
         report = Report(
             tokens=commit.tokens,
@@ -418,16 +404,3 @@ class Steps:
         at_end = chunk.ends & (jnp.arange(chunk.tokens.shape[0] - 1) == chunk.count - 1)
         drawn = jnp.take(result.next_token, chunk.slot, mode="clip")
         return jnp.concatenate([following, jnp.where(at_end, drawn, chunk.tokens[1:])])
-
-
-def _no_drafts(slots: int) -> Proposal:
-    """The empty block: plain decoding."""
-    return Proposal(jnp.zeros((slots, 0), jnp.int32), None, None, jnp.zeros((slots,), jnp.int32))
-
-
-def _top2_gap(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """Gap of the two largest logits."""
-    best = jnp.max(logits, axis=-1)
-    at = jnp.argmax(logits, axis=-1)
-    rest = jnp.where(jnp.arange(logits.shape[-1]) == at[..., None], -jnp.inf, logits)
-    return best - jnp.max(rest, axis=-1)

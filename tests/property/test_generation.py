@@ -130,7 +130,7 @@ def verified_run(width):
         keys=request_keys(jnp.zeros(3, jnp.uint32)), sampling=make_sampling(3, vocab_size=VOCAB, temperature=0.0),
         stop_ids=jnp.full((3, 1), -1), prompt_lengths=fill(PROMPT), budgets=fill(NEW), threshold=jnp.float32(0),
     )  # fmt: skip
-    prompt = jnp.asarray([PROMPTS[3][:PROMPT]] * 3, jnp.int32)
+    prompt = jnp.asarray([PROMPTS[3][: PROMPT + 1]] * 3, jnp.int32)
     state, report = jax.jit(rounds.prefill)(weights, requests, rounds.init(requests), prompt, fill(PROMPT))
     verify = jax.jit(functools.partial(rounds.verify, width=width))
     texts = [[int(t)] for t in report.tokens[:, 0]]
@@ -169,6 +169,16 @@ def test_br30_one_drafter_object_serves_long_then_short_prompts():
     random_drafter.cache_clear()
     fresh = speculate("eagle3", [PROMPTS[4]], 15)
     assert [r.accepted for r in fresh[0].rounds] == [r.accepted for r in second[0].rounds]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "vanilla"])
+def test_a_prompt_in_chunks_drafts_like_a_prompt_at_once(kind, monkeypatch):
+    """The last token of a chunk is followed by the first of the next, for drafters that pair them."""
+    at_once = speculate(kind, [PROMPTS[2]], 15)
+    monkeypatch.setattr(engine, "PREFILL_LADDER", (4,))
+    in_chunks = speculate(kind, [PROMPTS[2]], 15)
+    assert_same_text(in_chunks, at_once)
+    assert [r.accepted for r in in_chunks[0].rounds] == [r.accepted for r in at_once[0].rounds]
 
 
 def test_br36_prompts_around_the_rungs(monkeypatch):

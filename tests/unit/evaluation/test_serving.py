@@ -1,0 +1,106 @@
+"""Load and step costs on tiny random models: what is counted and compared; nothing compiles on the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from random_models import VOCAB, random_drafter, random_target
+
+from dspark_jax.engine.profile import StepProfile, measure_profile
+from dspark_jax.evaluation.serving import (
+    LoadPoint,
+    LoadSettings,
+    ServingSystem,
+    best_other_ratio,
+    load_grid,
+    load_report,
+    matched_ratio,
+    measure_load,
+    summarize_load,
+)
+from dspark_jax.evaluation.serving_plots import write_load_plots, write_profile_plot
+from dspark_jax.evaluation.tables import markdown
+from dspark_jax.spec.schedule import Fixed, NoDraft
+
+TARGET = random_target()
+PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, 3 + i).tolist() for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    drafter = random_drafter("vanilla")
+    systems = [
+        ServingSystem("plain", None, NoDraft()),
+        ServingSystem("fixed 2", drafter, Fixed(2)),
+        ServingSystem("scheduled", drafter, None),
+    ]
+    settings = LoadSettings(concurrency=(2,), requests=2, max_new_tokens=6, max_length=40, repeats=2, profile_context=8)
+    said = []
+    points, profiles = measure_load(TARGET, systems, PROMPTS, settings, on_progress=said.append)
+    return points, profiles, settings, said
+
+
+def test_every_system_serves_the_same_load(measured, tmp_path):
+    points, profiles, settings, said = measured
+    assert [(p.repeat, p.system) for p in points] == [(r, s) for r in (0, 1) for s in ("plain", "fixed 2", "scheduled")]
+    for point in points:
+        assert len(point.request_rates) >= 4 and point.tokens >= 4 * 6 and point.compilations == 0
+        assert 0 <= point.padding < 1 and 0 < point.planning < 1
+    assert all(p.drafts == 0 for p in points if p.system == "plain")
+    assert all(p.budget <= 6 for p in points if p.system == "fixed 2")
+    assert set(profiles) == {2} and len(said) == 3 + 6
+    rows = summarize_load(points)
+    assert [r.system for r in rows] == ["plain", "fixed 2", "scheduled"]
+    assert "| 2 | scheduled |" in markdown(load_grid(rows))
+    json.dumps(load_report(points, profiles, settings))
+    pytest.importorskip("matplotlib")
+    assert all(path.stat().st_size > 1000 for path in write_load_plots(rows, tmp_path))
+
+
+def test_a_profile_belongs_to_its_machine_and_models(measured, tmp_path):
+    profile, drafter = measured[1][2], random_drafter("vanilla")
+    assert profile.rows[-1] == 2 * 5 and len(profile.plain) >= 2 and profile.propose > 0
+    seconds = profile.curve.bucket_seconds
+    assert list(seconds) == sorted(seconds)
+    profile.save(tmp_path / "profile.json")
+    assert StepProfile.load(tmp_path / "profile.json", TARGET, drafter) == profile
+    dataclasses.replace(profile, device="another").save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="device 'another'"):
+        StepProfile.load(tmp_path / "other.json", TARGET, drafter)
+    assert StepProfile.load(tmp_path / "other.json", TARGET, drafter, force=True).device == "another"
+    with pytest.raises(ValueError, match="drafter"):
+        StepProfile.load(tmp_path / "profile.json", TARGET, random_drafter("gated"))
+    with pytest.raises(FileNotFoundError, match=r"dspark_jax\.profile"):
+        StepProfile.load(tmp_path / "none.json", TARGET, drafter)
+    with pytest.raises(ValueError, match="positions 1"):
+        measure_profile(TARGET, drafter, slots=1, context=64)
+    pytest.importorskip("matplotlib")
+    write_profile_plot(profile, tmp_path / "curve.png")
+
+
+def point(system, concurrency, repeat, throughput, user):
+    return LoadPoint(system, concurrency, repeat, int(throughput), 1.0, (user,), 1.0, 0, 0, 0.0, 0.0, 0)
+
+
+def test_ratios_compare_within_a_repeat_and_at_equal_speed():
+    points = [
+        *(point("plain", 1, r, x, 10.0) for r, x in enumerate((100, 110, 50))),
+        *(point("fixed", 1, r, x, 10.0) for r, x in enumerate((90, 90, 90))),
+        *(point("scheduled", 1, r, x, 20.0) for r, x in enumerate((120, 110, 100))),
+    ]
+    # The best of the others by median is plain (100), also in the repeat in which it was slow.
+    np.testing.assert_allclose(best_other_ratio(points, "scheduled", ["plain", "fixed"])[1], [1.2, 1.0, 2.0])
+    rows = summarize_load(
+        [
+            point("a", 1, 0, 100, 20.0),
+            point("a", 4, 0, 300, 10.0),
+            point("b", 1, 0, 80, 16.0),
+            point("b", 4, 0, 180, 8.0),
+        ]
+    )
+    # Common speeds are 10 and 16: a gives 300 and 180; b gives 155 and 80.
+    np.testing.assert_allclose(matched_ratio(rows, "a", "b"), [(10.0, 300 / 155), (16.0, 180 / 80)])
+    assert matched_ratio(rows, "a", "missing") == []
