@@ -1,7 +1,7 @@
 """Prompt lookup: draft what followed the last tokens the last time they occurred. No parameters, no model.
 
-Good where answers repeat their prompt (summaries, edits, code), and free everywhere else: without a match nothing is
-proposed, and the round is plain decoding.
+Good where answers repeat their prompt (summaries, edits, code). Drafting costs next to nothing; where nothing matches,
+nothing is proposed.
 """
 
 from __future__ import annotations
