@@ -205,13 +205,13 @@ def eagle3_loss(
     mask = loss_mask & ~last
     valid = jnp.stack([shift_left(mask, segments, t) for t in range(steps)], axis=2)
     weights = valid * step_loss_decay ** jnp.arange(steps, dtype=jnp.float32)
-    to_teachers, to_positions = _teacher_order(weights)
+    order, to_teachers, to_positions = _teacher_order(weights)
     labels = jnp.zeros(valid.shape, jnp.int32)  # only the soft term is on
     loss, slots = vocab_loss(
         to_teachers(states),
         None,
         None,
-        to_teachers(last_hidden[:, :, None]),
+        jnp.take_along_axis(last_hidden, order[..., None], axis=1)[:, :, None],
         labels,
         tables,
         SlotWeights(soft_cross_entropy=to_teachers(weights / denominator)),
@@ -228,8 +228,10 @@ def eagle3_loss(
     return loss, terms
 
 
-def _teacher_order(weights: Float[Array, "B L G"]) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-    """Rearrangement of EAGLE-3's slots by the position that teaches them, and the way back.
+def _teacher_order(
+    weights: Float[Array, "B L G"],
+) -> tuple[Int[Array, "B L"], Callable[[Array], Array], Callable[[Array], Array]]:
+    """Order of the teaching positions, rearrangement of EAGLE-3's slots by the position that teaches them, and back.
 
     Position p teaches step t of position p - 1 - t: side by side, its logits are computed once instead of G times.
     Positions that teach nobody (prompts, padding) come last, where whole chunks of them can be skipped.
@@ -247,6 +249,6 @@ def _teacher_order(weights: Float[Array, "B L G"]) -> tuple[Callable[[Array], Ar
         return jnp.take_along_axis(x, jnp.expand_dims(index, tuple(range(2, x.ndim))), axis=1)
 
     def to_teachers(x: Array) -> Array:
-        return pick(roll(x, 1) if x.shape[2] == steps else x, order)
+        return pick(roll(x, 1), order)
 
-    return to_teachers, lambda x: roll(pick(x, back), -1)
+    return order, to_teachers, lambda x: roll(pick(x, back), -1)
