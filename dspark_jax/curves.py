@@ -53,7 +53,7 @@ def read_run(argument: str) -> tuple[str, list[dict[str, Any]]]:
 def main(command: CurvesCommand) -> None:
     """Run the command."""
     runs = [read_run(argument) for argument in command.run]
-    figure = new_figure(width=10, height=4)
+    figure = new_figure(width=10.0, height=4.0)
     left, right = figure.subplots(1, 2)
     for (name, lines), color in zip(runs, itertools.cycle(COLORS), strict=False):
         look: dict[str, Any] = {"label": name, "color": color, "marker": "o", "markersize": 3}

@@ -41,6 +41,7 @@ class ChainFunctions:
     right: int = 1_000_000
     tap_ids: tuple[int, ...] = ()
     stops_early: bool = False
+    fills_blocks: bool = True
 
     def init(self, slots: int, max_length: int) -> Any:
         """Nothing to remember but how often it was extended."""

@@ -28,6 +28,10 @@ class DrafterFunctions(Protocol):
     def stops_early(self) -> bool:
         """Whether drafting ends at a drafted stop token (autoregressive drafters) or always fills the block."""
 
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether every block has its full length (`num_valid`), so that the host need not look how long it became."""
+
     def init(self, slots: int, max_length: int) -> State:
         """Empty state for `slots` requests of up to `max_length` committed tokens."""
 

@@ -64,6 +64,11 @@ class DSparkFunctions:
         return False
 
     @property
+    def fills_blocks(self) -> bool:
+        """The block is drafted at once."""
+        return True
+
+    @property
     def mask_token_id(self) -> int:
         """Fills the block after its anchor."""
         assert self.config.mask_token_id is not None  # the config refuses a parallel drafter without one

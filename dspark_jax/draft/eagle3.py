@@ -116,6 +116,11 @@ class Eagle3Functions:
         return True
 
     @property
+    def fills_blocks(self) -> bool:
+        """There is always a next token to draft."""
+        return True
+
+    @property
     def module(self) -> Eagle3Module:
         """The Linen module."""
         return Eagle3Module(self.config, self.dtype)

@@ -76,6 +76,11 @@ class LanguageModelFunctions:
         """Autoregressive drafting ends at a stop token."""
         return True
 
+    @property
+    def fills_blocks(self) -> bool:
+        """There is always a next token to draft."""
+        return True
+
     def init(self, slots: int, max_length: int) -> LanguageModelState:
         """Empty caches, with room for a block beyond the text."""
         length = max_length + self.block_size

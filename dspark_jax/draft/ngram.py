@@ -49,6 +49,11 @@ class NgramFunctions:
         """What follows a stop token belongs to another turn."""
         return True
 
+    @property
+    def fills_blocks(self) -> bool:
+        """Mostly nothing has occurred before, and nothing is drafted."""
+        return False
+
     def init(self, slots: int, max_length: int) -> NgramState:
         """No text; there is room for the anchor after the longest one."""
         return NgramState(jnp.zeros((slots, max_length + 1), jnp.int32))

@@ -390,8 +390,8 @@ class Engine:
         rows = buckets.pick(ladder, min(capacity, full), "rows")
         args = (self.weights, slots, self.memory, self._limits(rows))
         self.memory, draft = self._program("propose", mode, steps.propose, (2,), *args)(*args)
-        if steps.policy == "threshold" or (steps.policy == "greedy" and self.curve is not None):
-            # Only here does a step's shape depend on its own confidences: the host has to wait for them.
+        if steps.policy in ("threshold", "greedy") or not steps.drafter.fills_blocks:
+            # Only here does a step's shape depend on what was just drafted: the host has to wait for it.
             waiting = time.perf_counter()
             keep, done = jax.device_get((draft.keep, slots.done))
             self.statistics.wait_seconds += time.perf_counter() - waiting

@@ -207,9 +207,9 @@ class _Batch:
         state, proposal, keep = self._program(
             ("propose", self.block), propose, (2,), self.weights, self.requests, state
         )
-        # Only a threshold makes the width depend on this round's values, and only then does the host wait for them.
+        # Where the width depends on this round's values, and only there, the host waits for them.
         width = self.block + 1
-        if self.threshold > 0:
+        if self.threshold > 0 or not self.rounds.drafter.fills_blocks:
             longest = int(np.max(jax.device_get(keep))) + 1
             width = buckets.pick(buckets.rungs(self.block + 1, first=1, ratio=1.5), longest, "verify width")
         verify = functools.partial(self.rounds.verify, width=width, diagnostics=self.diagnostics)

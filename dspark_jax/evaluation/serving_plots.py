@@ -18,7 +18,7 @@ FRONTIER_PLOT, LOAD_PLOT = "throughput_and_speed.png", "throughput_and_load.png"
 
 def profile_figure(profile: StepProfile) -> Figure:
     """Seconds of a round against its rows, with and without drafts."""
-    figure = new_figure(width=5, height=3.4)
+    figure = new_figure(width=5.0, height=3.4)
     axes = figure.subplots()
     axes.step(
         profile.rows, [1e3 * s for s in profile.curve.bucket_seconds], where="pre", color=COLORS[0], label="round"
@@ -41,7 +41,7 @@ def write_profile_plot(profile: StepProfile, path: str | Path) -> None:
 
 def frontier_figure(rows: Sequence[LoadRow]) -> Figure:
     """Aggregate throughput against the median speed of a request: one line a system, one point a concurrency."""
-    figure = new_figure(width=6, height=4)
+    figure = new_figure(width=6.0, height=4.0)
     axes = figure.subplots()
     for system, some, look in _systems(rows):
         axes.plot([r.user for r in some], [r.throughput for r in some], label=system, **look)
@@ -55,7 +55,7 @@ def frontier_figure(rows: Sequence[LoadRow]) -> Figure:
 
 def load_figure(rows: Sequence[LoadRow]) -> Figure:
     """Throughput and rows a request against concurrency."""
-    figure = new_figure(width=9, height=3.8)
+    figure = new_figure(width=9.0, height=3.8)
     throughput, budget = figure.subplots(1, 2)
     for system, some, look in _systems(rows):
         load = [r.concurrency for r in some]
