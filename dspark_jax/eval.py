@@ -62,7 +62,7 @@ class EvalCommand:
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     tasks: tuple[str, ...] = ()
     max_samples: int | None = None
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     temperature: float = 0.0
     batch_size: int = 1
     block_size: int | None = None

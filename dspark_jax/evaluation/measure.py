@@ -36,7 +36,7 @@ class Settings:
         seed: prompt i of the run uses `seed + i`, whatever the batch size.
     """
 
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     temperature: float = 0.0
     batch_size: int = 1
     block_size: int | None = None

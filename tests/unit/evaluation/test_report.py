@@ -56,7 +56,7 @@ def test_what_was_measured_can_be_told_apart():
     one, other = make(example()), make(example(), seed=1)
     assert one["target"]["fingerprint"] != other["target"]["fingerprint"]
     assert one["prompts"] == other["prompts"] and one["prompts"]["count"] == 3
-    assert one["settings"]["dtype"] == "float32" and one["settings"]["max_new_tokens"] == 96
+    assert one["settings"]["dtype"] == "float32" and one["settings"]["max_new_tokens"] == 64
     assert one["versions"]["jax"] and one["machine"]["cores"] >= 1
     assert [s["name"] for s in one["systems"]] == [PLAIN, "good", "poor"]
 
