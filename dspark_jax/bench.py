@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,11 +86,13 @@ class Train:
         length: tokens of a row.
         anchors: anchors of a row.
         chunk: anchors of a row whose logits exist at once.
+        dtype: of products and activations.
         repeats: timed repeats; the minimum counts.
         output: JSON file for the numbers.
     """
 
     batch: tuple[int, ...] = (1, 4)
+    dtype: Literal["float32", "bfloat16"] = "float32"
     length: int = 512
     anchors: int = 32
     chunk: int = 8
@@ -226,8 +228,8 @@ SMOLLM2_LAYER = DecoderConfig(
 
 
 def bench_train(command: Train) -> dict[str, Any]:
-    """Seconds of forward and backward in float32, features given, and rates against a plain product."""
-    results: dict[str, Any] = {"product": _plain_product(command.repeats)}
+    """Seconds of forward and backward, features given, and their rates against a plain product."""
+    results: dict[str, Any] = {"product": _plain_product(command)}
     taps = (0, 1, 2, 3, 4)
     common: dict[str, Any] = {"target_layers": 6, "target_layer_ids": taps, "block_size": 7}
     dspark = DrafterConfig(
@@ -241,7 +243,8 @@ def bench_train(command: Train) -> dict[str, Any]:
 
 
 def _forward_backward(config: DrafterConfig, batch: int, command: Train) -> dict[str, float]:
-    functions = functions_for(config)
+    dtype = jnp.dtype(command.dtype)
+    functions = functions_for(config, dtype)
     width, vocab, length = config.decoder.hidden_size, config.decoder.vocab_size, command.length
     keys = jax.random.split(jax.random.key(0), 5)
     table = jax.random.normal(keys[0], (vocab, width)) * 0.05
@@ -253,19 +256,44 @@ def _forward_backward(config: DrafterConfig, batch: int, command: Train) -> dict
     segments, mask = jnp.ones_like(tokens), jnp.ones(tokens.shape, bool)
     params = functions.initialise(keys[4], taps.shape[-1])
 
-    def loss(params: Any, taps: Any, hidden: Any) -> Any:
+    def loss(params: Any, tables: Any, taps: Any, hidden: Any) -> Any:
         if isinstance(functions, Eagle3Functions):
             states = functions.train_states(params, tables, taps, tokens, positions, segments)
-            scale = jnp.float32(batch * length)
-            return eagle3_loss(states, tables, hidden, mask, segments, 0.8, scale, chunk=8 * command.chunk)[0]
+            scale, chunk = jnp.float32(batch * length), 8 * command.chunk
+            return eagle3_loss(states, tables, hidden, mask, segments, 0.8, scale, chunk=chunk, dtype=dtype)[0]
         return _block_objective(functions, params, tables, tokens, positions, segments, mask, taps, hidden, command)
 
-    program = jax.jit(jax.grad(loss)).lower(params, taps, hidden).compile()
+    program = jax.jit(jax.grad(loss)).lower(params, tables, taps, hidden).compile()
     memory = program.memory_analysis()
     assert memory is not None
-    result = seconds(lambda: program(params, taps, hidden), command.repeats)
+    result = seconds(lambda: program(params, tables, taps, hidden), command.repeats)
     result["temporaries_gb"] = memory.temp_size_in_bytes / 1e9
+    result["gflop"] = _gflop(config, batch, command)
+    result["gflop_per_s"] = result["gflop"] / result["minimum"]
     return result
+
+
+def _gflop(config: DrafterConfig, batch: int, command: Train) -> float:
+    """Billions of operations in the products that forward and backward need, none of them counted twice.
+
+    A product with a trained weight counts three times (forward, input's gradient, weight's gradient), one with the
+    frozen head twice, the teacher's logits once.
+    """
+    d, size = config.decoder, config.block_size
+    hidden, vocab, rank = d.hidden_size, d.vocab_size, config.markov_rank
+    queries, keys = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    context = batch * command.length
+    slots = size * (batch * command.anchors if config.kind == "dspark" else context)
+    wide = hidden if config.kind == "dspark" else 2 * hidden  # EAGLE-3 attends over embedding and state side by side
+    layer = wide * (queries + 2 * keys) + queries * hidden + 3 * hidden * d.intermediate_size
+    attention = 2 * queries * (command.length + size)
+    total = 3 * slots * d.num_layers * (layer + attention)
+    total += 3 * context * len(config.target_layer_ids) * hidden * hidden
+    if config.kind == "dspark":
+        total += 3 * context * d.num_layers * 2 * hidden * keys + 3 * slots * vocab * rank
+    teachers = slots if config.kind == "dspark" else context
+    total += vocab * hidden * (2 * slots + teachers)
+    return 2 * total / 1e9
 
 
 def _block_objective(functions, params, tables, tokens, positions, segments, mask, taps, hidden, command: Train) -> Any:
@@ -278,15 +306,25 @@ def _block_objective(functions, params, tables, tokens, positions, segments, mas
     )
     config = LossConfig()
     denominator = jnp.sum(slot_weights(labels, config.loss_decay))
-    loss = block_loss(outputs, params, tables, hidden, anchors, labels, config, denominator, chunk=command.chunk)
-    return loss[0]
+    return block_loss(
+        outputs,
+        params,
+        tables,
+        hidden,
+        anchors,
+        labels,
+        config,
+        denominator,
+        chunk=command.chunk,
+        dtype=functions.dtype,
+    )[0]
 
 
-def _plain_product(repeats: int) -> dict[str, float]:
+def _plain_product(command: Train) -> dict[str, float]:
     """A product of block states with the head, the shape most of a step consists of."""
-    a, b = jnp.ones((896, 576)), jnp.ones((49152, 576))
-    product = jax.jit(lambda a, b: a @ b.T)
-    result = seconds(lambda: product(a, b), repeats)
+    a, b = (jnp.ones((rows, 576), jnp.dtype(command.dtype)) for rows in (896, 49152))
+    product = jax.jit(lambda a, b: jnp.einsum("td,vd->tv", a, b, preferred_element_type=jnp.float32))
+    result = seconds(lambda: product(a, b), command.repeats)
     result["gflop_per_s"] = 2 * 896 * 576 * 49152 / result["minimum"] / 1e9
     return result
 
