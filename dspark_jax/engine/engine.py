@@ -24,7 +24,7 @@ from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import MAX_STOP_TOKENS, Prompt, Request, check_request
-from dspark_jax.engine.results import FinishName, Generation, Timings
+from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
 from dspark_jax.engine.rounds import Weights
 from dspark_jax.engine.steps import Admission, Chunk, Draft, Limits, PolicyKind, Report, Slots, Steps
 from dspark_jax.spec.schedule import Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
@@ -40,55 +40,6 @@ _MODES = ("greedy", "plain", "filtered")
 
 class EngineFull(RuntimeError):
     """The queue has no room: take results or wait, then submit again."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Committed:
-    """Tokens of one request that became final in a step.
-
-    Attributes:
-        request: its id.
-        tokens: token ids; empty for a request that ended without any (`max_new_tokens` = 0, cancelled).
-        finish_reason: None while the request goes on.
-    """
-
-    request: int
-    tokens: tuple[int, ...]
-    finish_reason: FinishName | None
-
-
-@dataclasses.dataclass
-class Statistics:
-    """Sums over steps.
-
-    Attributes:
-        steps: steps dispatched.
-        rows: rows the target ran, padding included.
-        real_rows: those that carried an anchor, a draft or a prompt token.
-        drafts: draft tokens verified.
-        accepted: draft tokens accepted.
-        tokens: tokens committed.
-        verify_budget: rows of anchors and drafts, over steps that had any.
-        verify_steps: steps that had any.
-        plan_seconds: host time of planning and dispatching.
-        wait_seconds: host time spent waiting for a report (or, where a policy asks for it, for confidences).
-    """
-
-    steps: int = 0
-    rows: int = 0
-    real_rows: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    tokens: int = 0
-    verify_budget: int = 0
-    verify_steps: int = 0
-    plan_seconds: float = 0.0
-    wait_seconds: float = 0.0
-
-    @property
-    def padding(self) -> float:
-        """Share of rows that carried nothing."""
-        return 1 - self.real_rows / self.rows if self.rows else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.engine import Engine, Statistics
+from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.profile import StepProfile, measure_profile
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import Prompt
+from dspark_jax.engine.results import Statistics
 from dspark_jax.evaluation.tables import Grid
 from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import Target
