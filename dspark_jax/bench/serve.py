@@ -1,0 +1,150 @@
+"""`bench serve` and `bench replay`: the engine under closed-loop load, and the same for machines not at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from dspark_jax.draft.loading import load_drafter
+from dspark_jax.evaluation.figures import require_matplotlib
+from dspark_jax.evaluation.replay import load_traces, record_traces, replay, save_traces
+from dspark_jax.evaluation.serving import (
+    LoadSettings,
+    ServingSystem,
+    best_other_ratio,
+    load_grid,
+    load_report,
+    matched_ratio,
+    measure_load,
+    summarize_load,
+)
+from dspark_jax.evaluation.serving_plots import write_load_plots
+from dspark_jax.evaluation.tables import Grid, rich_table
+from dspark_jax.evaluation.tasks import load_tasks
+from dspark_jax.progress import Progress
+from dspark_jax.spec.schedule import CostCurve, Fixed, NoDraft, Policy, Scheduled
+from dspark_jax.target.loading import load_target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Put the engine under closed-loop load and compare systems at every concurrency.
+
+    Attributes:
+        target: the target.
+        draft: the drafter with a confidence head.
+        baseline: a second drafter, verified whole; None for none.
+        tasks: prompt files or folders; the built-in prompts by default.
+        fixed: fixed verify lengths to compare with.
+        load: how load is made.
+        output: JSON file for the numbers.
+        plots: folder for the pictures.
+        traces: file for what the drafter predicted and what was accepted, for `bench replay`.
+    """
+
+    target: str = "smollm2-135m"
+    draft: str = "dspark"
+    baseline: str | None = None
+    tasks: tuple[str, ...] = ()
+    fixed: tuple[int, ...] = (1, 3, 5, 7)
+    load: LoadSettings = dataclasses.field(default_factory=LoadSettings)
+    output: Path | None = None
+    plots: Path | None = None
+    traces: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Replay recorded acceptance under a cost curve, measured or written down for another machine.
+
+    Attributes:
+        traces: file that `bench serve --traces` wrote.
+        curves: JSON with `round` and `plain`, each `{"buckets": [rows], "seconds": [seconds]}`.
+        concurrency: requests in flight.
+        fixed: fixed verify lengths to compare with.
+        steps: rounds to replay.
+        output: JSON file for the numbers.
+    """
+
+    traces: Path
+    curves: Path
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    fixed: tuple[int, ...] = (1, 3, 5, 7)
+    steps: int = 400
+    output: Path | None = None
+
+
+def bench_serve(command: Serve) -> dict[str, Any]:
+    """Load at every concurrency, with its table, ratios and pictures."""
+    if command.plots is not None:
+        require_matplotlib()
+    target = load_target(command.target, dtype=jnp.float32)
+    drafter = load_drafter(command.draft, target)
+    systems = [ServingSystem("plain", None, NoDraft())]
+    if command.baseline is not None:
+        baseline = load_drafter(command.baseline, target)
+        systems.append(ServingSystem(baseline.name, baseline, Fixed(baseline.config.block_size)))
+    systems += [ServingSystem(f"fixed {k}", drafter, Fixed(k)) for k in command.fixed]
+    systems.append(ServingSystem("scheduled", drafter, None))
+    prompts = [prompt.messages for prompt in load_tasks(command.tasks)]
+    error, console = Console(stderr=True), Console()
+    with Progress("load", None, "stages", console=error) as progress:
+        points, profiles = measure_load(
+            target, systems, prompts, command.load, on_progress=lambda what: progress.update(1, now=what)
+        )
+    rows = summarize_load(points)
+    console.print(rich_table(load_grid(rows)))
+    others = [s.name for s in systems if s.name == "plain" or s.name.startswith("fixed")]
+    ratios = best_other_ratio(points, "scheduled", others)
+    for concurrency, values in ratios.items():
+        spread = f"{np.median(values):.3f} ({values.min():.3f} to {values.max():.3f})"
+        console.print(f"{concurrency} in flight: scheduled over the best of plain and fixed: {spread}")
+    results = load_report(points, profiles, command.load)
+    results["scheduled_over_best"] = {str(c): values.tolist() for c, values in ratios.items()}
+    if command.baseline is not None:
+        results["over_baseline"] = matched_ratio(rows, "scheduled", systems[1].name)
+        for speed, ratio in results["over_baseline"]:
+            console.print(f"at {speed:.1f} tokens/s a request: scheduled over {systems[1].name}: {ratio:.2f}")
+    if command.plots is not None:
+        write_load_plots(rows, command.plots)
+    if command.traces is not None:
+        load = command.load
+        traces = record_traces(
+            target, drafter, prompts, max_new_tokens=load.max_new_tokens, temperature=load.temperature
+        )
+        save_traces(traces, command.traces)
+    return results
+
+
+def bench_replay(command: Replay) -> dict[str, Any]:
+    """The table of a replay.
+
+    Raises:
+        ValueError: curves that cannot be read.
+    """
+    traces, content = load_traces(command.traces), json.loads(command.curves.read_text())
+    if not isinstance(content, dict) or set(content) != {"round", "plain"}:
+        raise ValueError(f"{command.curves} must hold `round` and `plain`, each with `buckets` and `seconds`")
+    curve, plain = CostCurve.from_json(content["round"]), CostCurve.from_json(content["plain"])
+    policies: list[Policy] = [NoDraft(), *(Fixed(k) for k in command.fixed), Scheduled()]
+    points, sections = [], []
+    for concurrency in command.concurrency:
+        some = [replay(traces, p, curve, plain, concurrency=concurrency, steps=command.steps) for p in policies]
+        points += some
+        sections.append(
+            tuple((str(concurrency), p.policy, f"{p.throughput:.1f}", f"{p.user:.1f}", f"{p.budget:.1f}") for p in some)
+        )
+    grid = Grid(
+        title="Replay",
+        note="Tokens a second under the given cost curves; the running of prompts is left out.",
+        header=("in flight", "policy", "tokens/s", "of one request", "rows a step"),
+        sections=tuple(sections),
+    )
+    Console().print(rich_table(grid))
+    return {"points": [dataclasses.asdict(p) for p in points]}
