@@ -201,10 +201,16 @@ def load_corpus(
         The corpus and the account of every row.
 
     Raises:
+        FileNotFoundError: a file does not exist; found out before any is read.
         ValueError: when no row survives (the message holds the reasons), or a token id is outside the vocabulary.
     """
     options = options or IngestOptions()
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    missing = [str(path) for path in paths if not Path(path).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"no conversation file {', '.join(missing)}: give JSON lines with `conversations` (--data of train and cache)"
+        )
     summary = IngestSummary()
     kept: list[tuple[Conversation, np.ndarray, np.ndarray]] = []
     pending: list[tuple[Conversation, RenderedConversation]] = []

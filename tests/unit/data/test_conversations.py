@@ -104,6 +104,12 @@ def test_nothing_left_is_an_error_with_the_reasons(tokenizer, tmp_path):
         load_corpus(path, tokenizer)
 
 
+def test_missing_files_are_all_named_before_any_is_read(tokenizer, tmp_path):
+    (tmp_path / "there.jsonl").write_text("not read\n")
+    with pytest.raises(FileNotFoundError, match=r"one\.jsonl, .*two\.jsonl: give JSON lines"):
+        load_corpus([tmp_path / "there.jsonl", tmp_path / "one.jsonl", tmp_path / "two.jsonl"], tokenizer)
+
+
 def test_few_supervised_tokens_and_clipping_are_counted(tokenizer, tmp_path):
     rows = [{"conversations": [user("a"), assistant("b " * n)]} for n in (12, 13, 30)]
     path = write(tmp_path / "rows.jsonl", rows)
