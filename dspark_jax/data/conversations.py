@@ -209,7 +209,7 @@ def load_corpus(
     missing = [str(path) for path in paths if not Path(path).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"no conversation file {', '.join(missing)}: give JSON lines with `conversations` (--data of train and cache)"
+            f"no conversation file {', '.join(missing)}: give JSON lines with `conversations` (--data)"
         )
     summary = IngestSummary()
     kept: list[tuple[Conversation, np.ndarray, np.ndarray]] = []
