@@ -80,7 +80,7 @@ def test_other_drafters(kind):
     assert texts(run("fixed", kind=kind)) == texts(alone())
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed", "threshold"])
+@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.slow), "fixed", "threshold"])
 def test_seeded_text_does_not_depend_on_neighbours(policy):
     """Alone, together, in reverse order, and after other requests have used the slots."""
     settings = [

@@ -91,7 +91,9 @@ def lengths(results):
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=pytest.mark.slow if p in ("none", "fixed") else ()) for p in POLICIES]
+)
 def test_sampled_text_from_the_engine_has_the_targets_law(policy):
     """Three settings side by side in every batch, requests coming and going."""
     drafter = None if policy == "none" else random_drafter("vanilla", BLOCK, VOCAB)
@@ -118,6 +120,7 @@ def test_sampled_text_from_the_engine_has_the_targets_law(policy):
     assert p_value([r.tokens for r in results[1::3]], laws[0]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vanilla", "eagle3"])
 def test_sampled_text_of_a_fixed_batch_has_the_targets_law(kind):
     """All requests at once, every other one with top-k 3."""
