@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -28,6 +29,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # first import; `shape_checks` says what is left out.
 install_import_hook("dspark_jax", "shape_checks.check")
 
+from dspark_jax.engine.programs import PROGRAMS
+
 
 @pytest.fixture(scope="session")
 def goldens() -> Path:
@@ -36,3 +39,12 @@ def goldens() -> Path:
     if root is None:
         pytest.skip(ABSENT)
     return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Drop compiled programs after every module: thousands of them exhaust the memory maps a process may have."""
+    yield
+    PROGRAMS.clear()
+    jax.clear_caches()
+    gc.collect()

@@ -32,6 +32,10 @@ class Programs:
             self.count += 1
         return self._compiled[full_key]
 
+    def clear(self) -> None:
+        """Forget all programs; those that engines hold go on to work."""
+        self._compiled.clear()
+
 
 PROGRAMS = Programs()
 """The process's programs: generating again with the same shapes compiles nothing."""
