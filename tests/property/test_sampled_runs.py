@@ -17,11 +17,13 @@ from dspark_jax.engine.generate import generate
 from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Scheduled, Threshold
 from dspark_jax.target.transformer import forward_rows
 
-VOCAB, BLOCK, RUNS, SLOTS = 5, 2, 2400, 48
+VOCAB, BLOCK, RUNS, SLOTS = 5, 2, 2400, 4
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12)
 PROMPT = [1, 3, 0]
 TARGET = random_target(VOCAB)
 SETTINGS = ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.7, "top_p": 0.8})
-CURVE = CostCurve.monotone((1, SLOTS, 2 * SLOTS, 5 * SLOTS // 2, 3 * SLOTS), (1.0, 1.2, 1.8, 1.9, 3.5))
+# A prompt enters at every step, so two or three requests run at a time: there the curve must make cutting pay.
+CURVE = CostCurve(ROWS, (1.0, 1.15, 1.35, 1.5, 1.7, 1.75, 2.6, 4.0))
 POLICIES = {
     "none": NoDraft(),
     "fixed": Fixed(2),
@@ -84,11 +86,10 @@ def p_value(texts, law):
 
 
 def lengths(results):
-    """Verify lengths that occurred where a whole block could have been verified, and the accept rate."""
+    """Verify lengths that occurred, and the accept rate."""
     rounds = [r for x in results for r in x.rounds]
-    return {x.rounds[0].proposed for x in results}, sum(r.accepted for r in rounds) / max(
-        1, sum(r.proposed for r in rounds)
-    )
+    rate = sum(r.accepted for r in rounds) / max(1, sum(r.proposed for r in rounds))
+    return {r.proposed for r in rounds}, rate
 
 
 @pytest.mark.parametrize(
@@ -97,13 +98,14 @@ def lengths(results):
 def test_sampled_text_from_the_engine_has_the_targets_law(policy):
     """Three settings side by side in every batch, requests coming and going."""
     drafter = None if policy == "none" else random_drafter("vanilla", BLOCK, VOCAB)
-    full = 3 * SLOTS
     engine = Engine(
-        TARGET, drafter, slots=SLOTS, max_length=16, policy=POLICIES[policy], chunk_ladder=(4,),
-        row_ladder=(SLOTS, 2 * SLOTS, 5 * SLOTS // 2, full), mixed_ladder=(SLOTS, 2 * SLOTS, 5 * SLOTS // 2, full),
+        TARGET, drafter, slots=SLOTS, max_length=16, policy=POLICIES[policy], chunk_ladder=(4,), row_ladder=ROWS,
+        mixed_ladder=ROWS,
     )  # fmt: skip
+    # The scheduler plans from reports two steps old: its requests must live to see one of their own.
+    budget = 8 if policy == "scheduled" else 3
     numbers = [
-        engine.submit(PROMPT, max_new_tokens=3, seed=5000 + i, stop_token_ids=(), **SETTINGS[i % 3])
+        engine.submit(PROMPT, max_new_tokens=budget, seed=5000 + i, stop_token_ids=(), **SETTINGS[i % 3])
         for i in range(RUNS)
     ]
     found = engine.run()
@@ -115,9 +117,9 @@ def test_sampled_text_from_the_engine_has_the_targets_law(policy):
         assert 0.2 < rate < 0.95, "both acceptance and correction must occur"
     laws = [exact_law(**settings) for settings in SETTINGS]
     for i, law in enumerate(laws):
-        assert p_value([r.tokens for r in results[i::3]], law) > 1e-3, (policy, SETTINGS[i])
+        assert p_value([r.tokens[:3] for r in results[i::3]], law) > 1e-3, (policy, SETTINGS[i])
     # The test can tell: filtered text does not have the plain law.
-    assert p_value([r.tokens for r in results[1::3]], laws[0]) < 1e-6
+    assert p_value([r.tokens[:3] for r in results[1::3]], laws[0]) < 1e-6
 
 
 @pytest.mark.slow
