@@ -9,25 +9,23 @@ device did for its slot meanwhile is nothing.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.programs import PROGRAMS
-from dspark_jax.engine.requests import MAX_STOP_TOKENS, Prompt, Request, check_request
+from dspark_jax.engine.compiled import MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
 from dspark_jax.engine.rounds import Weights
-from dspark_jax.engine.steps import Admission, Chunk, Draft, Limits, PolicyKind, Report, Slots, Steps
-from dspark_jax.spec.schedule import Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
+from dspark_jax.engine.state import Chunk, Draft, Report
+from dspark_jax.engine.steps import PolicyKind, Steps
+from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
 from dspark_jax.target.loading import Target
 
 CHUNK_LADDER = (32, 128)
@@ -35,7 +33,6 @@ CHUNK_LADDER = (32, 128)
 PROBE_EVERY = 16
 """Policy `scheduled` drafts at least once in so many steps, also where plain decoding is faster."""
 _LENGTH_STEP = 128
-_MODES = ("greedy", "plain", "filtered")
 
 
 class EngineFull(RuntimeError):
@@ -111,53 +108,33 @@ class Engine:
         for name, ladder in (("row_ladder", self.row_ladder), ("mixed_ladder", self.mixed_ladder)):
             if ladder[-1] < largest:
                 raise ValueError(f"{name} ends at {ladder[-1]}; {slots} slots of {limit + 1} rows need {largest}")
-        draft_params = None if self.steps.drafter is None or drafter is None else drafter.params
-        self.weights = Weights(target.params, target.tables, draft_params)
-        curve = self.policy.curve if isinstance(self.policy, (Greedy, Scheduled)) else None
-        self.curve = curve
-        self.plain = self.policy.plain if isinstance(self.policy, Scheduled) else None
-        self.undrafted = 0
         self.plain_rows = buckets.pick(self.mixed_ladder, slots, "rows")
-        seconds = np.ones(1, np.float32) if curve is None or kind != "greedy" else curve.seconds_by_rows(largest)
-        self.threshold = np.float32(self.policy.c if isinstance(self.policy, Threshold) else 0.0)
-        self.seconds = jnp.asarray(seconds)
+        self.curve, self.plain = _curves(self.policy, slots, largest)
+        seconds = np.ones(1, np.float32)
+        if kind == "greedy" and self.curve is not None:
+            seconds = self.curve.seconds_by_rows(largest)
+        draft_params = None if self.steps.drafter is None or drafter is None else drafter.params
+        self.programs = CompiledSteps(
+            self.steps,
+            Weights(target.params, target.tables, draft_params),
+            self.policy.c if isinstance(self.policy, Threshold) else 0.0,
+            seconds,
+        )
+        self.undrafted = 0
         self.statistics = Statistics()
         self.queue: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * slots
         self.in_flight: deque[_InFlight] = deque()
         self.submitted = 0
         self.results: dict[int, Request] = {}
-        self._compiled: dict[Any, Any] = {}
-        vocab = target.tables.embed.shape[0]
-        init = PROGRAMS.get((self.steps, "init", vocab), lambda: self.steps.init(vocab, MAX_STOP_TOKENS), ())
-        self.slots, self.memory = init()
+        self.slots, self.memory = self.programs.init()
 
     def warm_up(self, modes: Sequence[str] = ("greedy",)) -> int:
         """Compile every program that requests of these sampling modes can need; returns how many were new."""
-        before = PROGRAMS.count
-        ladders = [(0, self.row_ladder), *((width, (0, *self.mixed_ladder)) for width in self.chunk_ladder)]
-        limits = self._limits(0)
-        for mode in modes:
-            if mode not in _MODES:
-                raise ValueError(f"unknown sampling mode {mode!r}: expected one of {_MODES}")
-            slots, draft = self._slots(mode), None
-            if self.steps.drafter is not None:
-                args = (self.weights, slots, self.memory, limits)
-                self._program("propose", mode, self.steps.propose, (2,), *args)
-                _, draft = jax.eval_shape(self.steps.propose, *args)
-            for width, ladder in ladders:
-                chunk = None if not width else _chunk([], 0, 0, width)
-                for rows in ladder:
-                    self._step_program(rows, mode, slots, draft if rows else None, chunk)
-                    if self.plain is not None and rows <= self.plain_rows:
-                        self._step_program(rows, mode, slots, None, chunk)
-        request = check_request(
-            self.target, self.context, 0, [0], max_new_tokens=1, temperature=0.0, top_k=None, top_p=None, min_p=None,
-            seed=0, stop_token_ids=(),
-        )  # fmt: skip
-        self._program("admit", "greedy", self.steps.admit, (0,), self.slots, _admission(request, 0))
-        self._program("end", "greedy", self.steps.end, (0,), self.slots, np.int32(0))
-        return PROGRAMS.count - before
+        shapes = [(rows, 0) for rows in self.row_ladder]
+        shapes += [(rows, width) for width in self.chunk_ladder for rows in (0, *self.mixed_ladder)]
+        undrafted = [s for s in shapes if s[0] <= self.plain_rows] if self.plain is not None else []
+        return self.programs.warm_up(self.slots, self.memory, modes, shapes, undrafted)
 
     def submit(
         self,
@@ -207,8 +184,7 @@ class Engine:
                 return True
         for slot, running in enumerate(self.requests):
             if running is not None and running.id == number:
-                args = (self.slots, np.int32(slot))
-                self.slots = self._program("end", "greedy", self.steps.end, (0,), *args)(*args)
+                self.slots = self.programs.end(self.slots, slot)
                 self.requests[slot] = None
                 self._finish(running, "cancelled")
                 return True
@@ -278,8 +254,7 @@ class Engine:
                     self._finish(request, "length")
                     events.append(Committed(request.id, (), "length"))
                     continue
-                args = (self.slots, _admission(request, slot))
-                self.slots = self._program("admit", "greedy", self.steps.admit, (0,), *args)(*args)
+                self.slots = self.programs.admit(self.slots, request, slot)
                 self.requests[slot] = running = request
         return events
 
@@ -293,7 +268,7 @@ class Engine:
         count = min(len(request.prompt) - begin, self.chunk_ladder[-1])
         width = buckets.pick(self.chunk_ladder, count, "prompt chunk")
         request.cursor += count
-        return _chunk(request.prompt, slot, begin, width), slot if request.prompt_done else None
+        return prompt_chunk(request.prompt, slot, begin, width), slot if request.prompt_done else None
 
     def _dispatch(self) -> bool:
         """Send the next step to the device; returns whether there was anything to do."""
@@ -302,12 +277,10 @@ class Engine:
         if not running and chunk is None:
             return False
         mode = self._mode()
-        slots, draft, rows = self._slots(mode), None, 0
+        draft, rows = None, 0
         if running:
-            draft, rows = self._draft(mode, slots, running, self.row_ladder if chunk is None else self.mixed_ladder)
-        program = self._step_program(rows, mode, slots, draft, chunk)
-        self.slots, self.memory, report = program(self.weights, slots, self.memory, draft, chunk)
-        self.slots = self._slots("greedy")
+            draft, rows = self._draft(mode, running, self.row_ladder if chunk is None else self.mixed_ladder)
+        self.slots, self.memory, report = self.programs.step(self.slots, self.memory, mode, draft, chunk, rows)
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
         chunk_rows = 0 if chunk is None else int(chunk.count)
@@ -318,9 +291,7 @@ class Engine:
         self.statistics.verify_steps += rows > 0
         return True
 
-    def _draft(
-        self, mode: str, slots: Slots, running: list[Request], ladder: tuple[int, ...]
-    ) -> tuple[Draft | None, int]:
+    def _draft(self, mode: str, running: list[Request], ladder: tuple[int, ...]) -> tuple[Draft | None, int]:
         """Draft for the running requests; returns the draft and the rows of the step."""
         steps = self.steps
         if steps.drafter is None:
@@ -339,19 +310,18 @@ class Engine:
                 return None, buckets.pick(ladder, len(running), "rows")
             capacity = capacity or len(running)
         rows = buckets.pick(ladder, min(capacity, full), "rows")
-        args = (self.weights, slots, self.memory, self._limits(rows))
-        self.memory, draft = self._program("propose", mode, steps.propose, (2,), *args)(*args)
+        self.memory, draft = self.programs.propose(self.slots, self.memory, mode, rows)
         if steps.policy in ("threshold", "greedy") or not steps.drafter.fills_blocks:
             # Only here does a step's shape depend on what was just drafted: the host has to wait for it.
             waiting = time.perf_counter()
-            keep, done = jax.device_get((draft.keep, slots.done))
+            keep, done = jax.device_get((draft.keep, self.slots.done))
             self.statistics.wait_seconds += time.perf_counter() - waiting
             rows = buckets.pick(ladder, max(1, int(np.sum(np.where(done, 0, keep + 1)))), "rows")
         return draft, rows
 
     def _mode(self) -> str:
         """The widest sampling mode among the running requests."""
-        return max((r.mode for r in self.requests if r is not None), key=_MODES.index, default="greedy")
+        return max((r.mode for r in self.requests if r is not None), key=MODES.index, default="greedy")
 
     def _collect(self, leave: int) -> list[Committed]:
         """Read reports until at most `leave` steps are in flight."""
@@ -380,49 +350,22 @@ class Engine:
             self.statistics.accepted += int(np.sum(report.accepted))
         return events
 
-    def _limits(self, capacity: int) -> Limits:
-        values: dict[str, Any] = {"threshold": self.threshold, "capacity": np.int32(capacity), "seconds": self.seconds}
-        return Limits(**values)
 
-    def _slots(self, mode: str) -> Slots:
-        """The slots for a program of a sampling mode."""
-        return dataclasses.replace(self.slots, sampling=dataclasses.replace(self.slots.sampling, mode=mode))
+def _curves(policy: Policy, slots: int, largest: int) -> tuple[CostCurve | None, CostCurve | None]:
+    """Cost curves of a policy, with and without drafting.
 
-    def _step_program(self, rows: int, mode: str, slots: Slots, draft: Any, chunk: Chunk | None) -> Any:
-        """The program of a step's shape."""
-        name = ("step", rows, 0 if chunk is None else chunk.tokens.shape[0] - 1, draft is not None)
-        function = functools.partial(self.steps.step, rows=rows)
-        return self._program(name, mode, function, (1, 2), self.weights, slots, self.memory, draft, chunk)
-
-    def _program(self, name: Any, mode: str, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
-        """A compiled program; within one engine, name and mode say everything about its shapes."""
-        key = (name, mode)
-        if key not in self._compiled:
-            # Only drafting knows the policy: engines that differ in nothing else share their other programs.
-            steps = self.steps if name == "propose" else dataclasses.replace(self.steps, policy="none", block_size=0)
-            self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args)
-        return self._compiled[key]
-
-
-def _chunk(prompt: list[int], slot: int, begin: int, width: int) -> Chunk:
-    """Up to `width` tokens of a prompt; a fresh array, since the device may still read the last one."""
-    tokens = np.zeros(width + 1, np.int32)
-    part = prompt[begin : begin + width + 1]
-    tokens[: len(part)] = part
-    count = min(len(prompt) - begin, width)
-    ends = begin + count == len(prompt)
-    values: dict[str, Any] = {"slot": np.int32(slot), "start": np.int32(begin), "count": np.int32(count)}
-    return Chunk(tokens=cast(Any, tokens), ends=cast(Any, np.bool_(ends)), **values)
-
-
-def _admission(request: Request, slot: int) -> Admission:
-    values: dict[str, Any] = {
-        "slot": np.int32(slot),
-        "seed": np.uint32(request.seed),
-        "stop_ids": request.stop_ids,
-        "budget": np.int32(request.budget),
-    }
-    return Admission(**values, **cast(Any, request.settings))
+    Raises:
+        ValueError: they end before the engine's steps do.
+    """
+    curve = policy.curve if isinstance(policy, (Greedy, Scheduled)) else None
+    plain = policy.plain if isinstance(policy, Scheduled) and curve is not None else None
+    for name, found, needed in (("curve", curve, largest), ("curve without drafting", plain, slots)):
+        if found is not None and found.buckets[-1] < needed:
+            raise ValueError(
+                f"the {name} of policy {policy} ends at {found.buckets[-1]} rows, this engine's steps have up to "
+                f"{needed}: profile with at least as many slots"
+            )
+    return curve, plain
 
 
 def _policy_shape(policy: Policy, drafter: Drafter | None) -> tuple[PolicyKind, int, int]:

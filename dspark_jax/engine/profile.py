@@ -16,7 +16,7 @@ import numpy as np
 
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.engine import Engine
-from dspark_jax.engine.steps import Draft
+from dspark_jax.engine.state import Draft, Report, Slots
 from dspark_jax.files import atomic_write, fingerprint
 from dspark_jax.spec.schedule import CostCurve, Fixed
 from dspark_jax.target.loading import Target
@@ -164,60 +164,50 @@ class _Bench:
     """Runs single programs of an engine over and over at the same place."""
 
     def __init__(self, engine: Engine, context: int, repeats: int):
-        self.engine, self.context, self.repeats = engine, context, repeats
-
-    def _slots(self) -> Any:
-        count = self.engine.steps.slots
-        return dataclasses.replace(
-            self.engine._slots("greedy"),
-            lengths=jnp.full((count,), self.context, jnp.int32),
+        self.engine, self.repeats = engine, repeats
+        count = engine.steps.slots
+        self.slots = dataclasses.replace(
+            engine.slots,
+            lengths=jnp.full((count,), context, jnp.int32),
             budgets=jnp.full((count,), 1 << 20, jnp.int32),
             done=jnp.zeros((count,), bool),
         )
 
     def propose(self) -> float:
+        """Seconds of drafting in every slot."""
         engine = self.engine
-        args = (engine.weights, self._slots(), engine.memory, engine._limits(0))
-        program = engine._program("propose", "greedy", engine.steps.propose, (2,), *args)
 
-        def call() -> Any:
-            engine.memory, draft = program(args[0], args[1], engine.memory, args[3])
+        def call() -> Draft:
+            engine.memory, draft = engine.programs.propose(self.slots, engine.memory, "greedy", 0)
             return draft
 
-        self.draft: Draft = jax.block_until_ready(call())
-        return self._median(call)
+        self.draft = call()
+        return self._median(lambda: None, lambda _: call())
 
     def step(self, rows: int, *, drafted: bool) -> float:
-        engine = self.engine
-        # Slots take their anchor each, then drafts in order, until the rows are spent.
-        wanted = np.minimum(np.maximum(rows - np.arange(engine.steps.slots), 0), 1)
-        spare = rows - int(wanted.sum())
-        keep = np.zeros_like(wanted)
-        for slot in range(engine.steps.slots):
-            keep[slot] = min(spare, engine.steps.limit) if drafted else 0
-            spare -= keep[slot]
-        slots = dataclasses.replace(self._slots(), done=jnp.asarray(wanted == 0))
+        """Seconds of a step of so many rows, with drafts or without."""
+        engine, count, limit = self.engine, self.engine.steps.slots, self.engine.steps.limit
+        running = np.arange(count) < rows  # every slot takes its anchor first
+        spare = max(rows - count, 0)
+        keep = np.clip(spare - limit * np.arange(count), 0, limit)
         draft = dataclasses.replace(self.draft, keep=jnp.asarray(keep, jnp.int32)) if drafted else None
-        program = engine._step_program(rows, "greedy", slots, draft, None)
+        slots = dataclasses.replace(self.slots, done=jnp.asarray(~running))
 
-        def call() -> Any:
-            # Copies: the program takes the slots' buffers.
-            fresh = jax.block_until_ready(jax.tree.map(jnp.copy, slots))
-            started = time.perf_counter()
-            _, engine.memory, report = program(engine.weights, fresh, engine.memory, draft, None)
-            jax.block_until_ready((report, engine.memory))
-            return time.perf_counter() - started
+        def call(fresh: Slots) -> Report:
+            _, engine.memory, report = engine.programs.step(fresh, engine.memory, "greedy", draft, None, rows)
+            return report
 
-        call()
-        return float(np.median([call() for _ in range(self.repeats)]))
+        # The program takes the slots' buffers: every call gets a copy.
+        return self._median(lambda: jax.tree.map(jnp.copy, slots), call)
 
-    def _median(self, call: Callable[[], Any]) -> float:
+    def _median(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> float:
         times = []
-        for _ in range(self.repeats):
+        for _ in range(self.repeats + 1):
+            argument = jax.block_until_ready(prepare())
             started = time.perf_counter()
-            jax.block_until_ready((call(), self.engine.memory))
+            jax.block_until_ready((call(argument), self.engine.memory))
             times.append(time.perf_counter() - started)
-        return float(np.median(times))
+        return float(np.median(times[1:]))
 
 
 def _machine() -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dspark_jax.data.chat import render_prompt
 from dspark_jax.engine.results import FinishName, Round
-from dspark_jax.engine.steps import Report
+from dspark_jax.engine.state import Report
 from dspark_jax.sampling import make_sampling
 from dspark_jax.spec.verify import FinishReason
 from dspark_jax.target.loading import Target

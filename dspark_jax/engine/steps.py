@@ -11,147 +11,41 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.contract import DrafterFunctions
 from dspark_jax.engine.rounds import Weights, no_drafts, top2_gap
-from dspark_jax.nn.attention import KVCache, RaggedPlan, make_plan
+from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots
+from dspark_jax.nn.attention import RaggedPlan, make_plan
 from dspark_jax.sampling import request_keys
 from dspark_jax.spec.schedule import fill_capacity, greedy_lengths, survival
 from dspark_jax.spec.verify import commit_tokens, confidence_cut, is_stop, leading, verify_rows
 from dspark_jax.target.transformer import create_caches, forward_ragged
-from dspark_jax.types import Proposal, RaggedTokens, Sampling
+from dspark_jax.types import Proposal, RaggedTokens, Sampling, TargetFeatures
 
 PolicyKind = Literal["none", "fixed", "threshold", "greedy", "scheduled"]
 
 
 @struct.dataclass
-class Slots:
-    """The small part of the state: whose request sits in each slot, and how far it is.
+class _Questions:
+    """What the target's head is asked.
 
     Attributes:
-        keys: one key a request.
-        sampling: sampling settings.
-        stop_ids: stop tokens, padded with -1.
-        budgets: `max_new_tokens`.
-        lengths: tokens run through the target and kept, which is the anchor's position, `[S]`.
-        anchors: last committed token of each slot, not yet run.
-        emitted: tokens emitted so far.
-        done: no round runs here: the slot is empty, its prompt is not through, or its request has ended.
+        hidden: last hidden states, `[T, D]`.
+        row_of: row of the anchor and of each draft token of a slot; out of range where there is none.
+        row_slots: slot of each row.
+        positions: position of each slot's first row here.
+        lengths: tokens run, the prompt chunk included, before anything is accepted.
+        judged: slots that get a token.
     """
 
-    keys: Key[Array, "S"]
-    sampling: Sampling
-    stop_ids: Int[Array, "S E"]
-    budgets: Int[Array, "S"]
+    hidden: Float[Array, "T D"]
+    row_of: Int[Array, "S Q"]
+    row_slots: Int[Array, "T"]
+    positions: Int[Array, "S"]
     lengths: Int[Array, "S"]
-    anchors: Int[Array, "S"]
-    emitted: Int[Array, "S"]
-    done: Bool[Array, "S"]
-
-
-@struct.dataclass
-class Memory:
-    """The large part of the state, donated and updated in place.
-
-    Attributes:
-        caches: the target's caches, one a layer.
-        draft: the drafter's state; None for plain decoding.
-    """
-
-    caches: tuple[KVCache, ...]
-    draft: Any
-
-
-@struct.dataclass
-class Admission:
-    """A request for a slot; scalars, and `stop_ids` `[E]`."""
-
-    slot: Int[Array, ""]
-    seed: Int[Array, ""]
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    stop_ids: Int[Array, "E"]
-    budget: Int[Array, ""]
-
-
-@struct.dataclass
-class Chunk:
-    """The next part of one prompt.
-
-    Attributes:
-        tokens: prompt tokens from `start` on and the one after them, `[P + 1]`: a drafter may pair each token's
-            features with the token that follows, also where the next chunk begins.
-        slot: whose prompt.
-        start: position of the first token.
-        count: tokens in this chunk, at most P.
-        ends: the prompt ends with them, so the first token of the response is drawn.
-    """
-
-    tokens: Int[Array, "P1"]
-    slot: Int[Array, ""]
-    start: Int[Array, ""]
-    count: Int[Array, ""]
-    ends: Bool[Array, ""]
-
-
-@struct.dataclass
-class Draft:
-    """A proposal and what the policy made of it.
-
-    Attributes:
-        proposal: the drafted blocks.
-        keep: drafts to verify of each slot.
-        survival: probability that each draft token is reached and accepted, `[S, G]`; None without a confidence head.
-    """
-
-    proposal: Proposal
-    keep: Int[Array, "S"]
-    survival: Float[Array, "S G"] | None
-
-
-@struct.dataclass
-class Limits:
-    """What a policy knows when the block is drafted; traced, so that no value of it is a shape.
-
-    Attributes:
-        threshold: `threshold`: accept rate below which a block is cut.
-        capacity: `scheduled`: rows the step may run, anchors included; chosen from survival two steps old.
-        seconds: `greedy`: seconds of a step over 0, 1, 2, ... rows.
-    """
-
-    threshold: Float[Array, ""]
-    capacity: Int[Array, ""]
-    seconds: Float[Array, "B1"]
-
-
-@struct.dataclass
-class Report:
-    """What the host reads of a step, two steps later.
-
-    Attributes:
-        tokens: committed tokens, left-aligned, `[S, W]`.
-        count: how many, `[S]`.
-        reason: why the request has ended (`FinishReason`), UNFINISHED while it runs.
-        proposed, accepted, accepted_raw, stopped: of the step's verification.
-        top2_gap: smallest gap of the two largest target logits over the rows that decided a committed token.
-        confidence: confidence logits of the whole block, `[S, G]`; None without the head.
-        survival: of the whole block; None without a confidence head.
-    """
-
-    tokens: Int[Array, "S W"]
-    count: Int[Array, "S"]
-    reason: Int[Array, "S"]
-    proposed: Int[Array, "S"]
-    accepted: Int[Array, "S"]
-    accepted_raw: Int[Array, "S"]
-    stopped: Bool[Array, "S"]
-    top2_gap: Float[Array, "S"]
-    confidence: Float[Array, "S G"] | None
-    survival: Float[Array, "S G"] | None
+    judged: Bool[Array, "S"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,51 +174,36 @@ class Steps:
             chunk: part of a prompt; None for none.
             rows: rows for anchors and drafts (static); 0 runs the chunk alone. A slot whose rows do not fit waits.
         """
-        proposal, keep = (no_drafts(self.slots), None) if draft is None else (draft.proposal, draft.keep)
-        proposal = self._cut(proposal, keep)
-        decode, row_of, active, proposal = self._decode_rows(slots, proposal, rows)
+        decode, row_of, active, proposal = self._decode_rows(slots, self._kept(draft), rows)
         plan = self._plan(decode, chunk, proposal.tokens.shape[1] + 1)
         taps = () if self.drafter is None else self.drafter.tap_ids
         features, caches = forward_ragged(
             self.target, weights.target, weights.tables, memory.caches, plan, taps, self.dtype
         )
-        assert features.last_hidden is not None  # the target always gives it
-        hidden, row_slots = features.last_hidden[:rows], decode.slots
-        positions, lengths, first = slots.lengths, slots.lengths, None
-        if chunk is not None:
-            # Of a chunk only the prompt's last row is asked for a token; it joins as a block without drafts.
-            last = chunk.start + chunk.count - 1
-            first = (jnp.arange(self.slots) == chunk.slot) & chunk.ends
-            hidden = jnp.concatenate([hidden, features.last_hidden[rows + chunk.count - 1][None]])
-            row_slots = jnp.concatenate([row_slots, chunk.slot[None]])
-            row_of = jnp.where(first[:, None] & (jnp.arange(row_of.shape[1]) == 0), rows, row_of)
-            positions = jnp.where(first, last, positions)
-            lengths = jnp.where(jnp.arange(self.slots) == chunk.slot, last + 1, lengths)
-        judged = active if first is None else active | first
-        logits = weights.tables.logits(hidden, self.dtype)
+        ask = self._questions(slots, decode, row_of, active, features, chunk)
+        logits = weights.tables.logits(ask.hidden, self.dtype)
         result = verify_rows(
             logits,
-            row_of,
-            row_slots,
+            ask.row_of,
+            ask.row_slots,
             proposal,
             proposal.num_valid,
-            positions,
+            ask.positions,
             slots.keys,
             slots.sampling,
             slots.stop_ids,
-            judged,
+            ask.judged,
         )
-        lengths = jnp.where(active, slots.lengths + 1 + result.num_accepted, lengths)
         # Room counts the tokens that may follow: the last one committed may sit at context - 1.
-        commit = commit_tokens(
-            result, proposal, slots.budgets - slots.emitted, self.context - 1 - positions, slots.stop_ids, judged
-        )
-        following = self._following(decode, proposal, result, slots, chunk)
+        room = self.context - 1 - ask.positions
+        commit = commit_tokens(result, proposal, slots.budgets - slots.emitted, room, slots.stop_ids, ask.judged)
+        lengths = jnp.where(active, slots.lengths + 1 + result.num_accepted, ask.lengths)
         state = memory.draft
         if self.drafter is not None:
+            following = self._following(decode, proposal, result, slots, chunk)
             state = self.drafter.extend(weights.draft, weights.tables, state, plan, features, following, lengths)
-        gaps = jnp.take(top2_gap(logits), row_of, mode="fill", fill_value=jnp.inf)
-        gaps = jnp.where(jnp.arange(row_of.shape[1]) < commit.count[:, None], gaps, jnp.inf)
+        gaps = jnp.take(top2_gap(logits), ask.row_of, mode="fill", fill_value=jnp.inf)
+        gaps = jnp.where(jnp.arange(gaps.shape[1]) < commit.count[:, None], gaps, jnp.inf)
         report = Report(
             tokens=commit.tokens,
             count=commit.count,
@@ -340,19 +219,50 @@ class Steps:
         slots = dataclasses.replace(
             slots,
             lengths=lengths,
-            anchors=jnp.where(judged, result.next_token, slots.anchors),
+            anchors=jnp.where(ask.judged, result.next_token, slots.anchors),
             emitted=slots.emitted + commit.count,
-            done=jnp.where(judged, commit.done, slots.done),
+            done=jnp.where(ask.judged, commit.done, slots.done),
         )
         return slots, Memory(caches, state), report
 
-    def _cut(self, proposal: Proposal, keep: Int[Array, "S"] | None) -> Proposal:
-        """The part of a proposal that may be verified."""
+    def _kept(self, draft: Draft | None) -> Proposal:
+        """The part of the drafts that may be verified."""
+        if draft is None:
+            return no_drafts(self.slots)
+        proposal = draft.proposal
         return Proposal(
             tokens=proposal.tokens[:, : self.limit],
             probs=None if proposal.probs is None else proposal.probs[:, : self.limit],
             confidence_logits=None,
-            num_valid=proposal.num_valid if keep is None else keep,
+            num_valid=draft.keep,
+        )
+
+    def _questions(
+        self,
+        slots: Slots,
+        decode: RaggedTokens,
+        row_of: Int[Array, "S Q"],
+        active: Bool[Array, "S"],
+        features: TargetFeatures,
+        chunk: Chunk | None,
+    ) -> _Questions:
+        """Which rows the head is asked about: all that decode, and of a chunk only the prompt's last.
+
+        The latter joins as a block without drafts, in the slot whose prompt it ends.
+        """
+        hidden, rows = features.last_hidden, decode.slots.shape[0]
+        assert hidden is not None  # the target always gives it
+        if chunk is None:
+            return _Questions(hidden, row_of, decode.slots, slots.lengths, slots.lengths, active)
+        last, here = chunk.start + chunk.count - 1, jnp.arange(self.slots) == chunk.slot
+        first = here & chunk.ends
+        return _Questions(
+            hidden=jnp.concatenate([hidden[:rows], hidden[rows + chunk.count - 1][None]]),
+            row_of=jnp.where(first[:, None] & (jnp.arange(row_of.shape[1]) == 0), rows, row_of),
+            row_slots=jnp.concatenate([decode.slots, chunk.slot[None]]),
+            positions=jnp.where(first, last, slots.lengths),
+            lengths=jnp.where(here, last + 1, slots.lengths),
+            judged=active | first,
         )
 
     def _decode_rows(

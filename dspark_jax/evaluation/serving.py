@@ -143,7 +143,7 @@ def measure_load(
                 slots=concurrency,
                 max_length=settings.max_length,
                 policy=policy,
-                row_ladder=_ladder(policy, system, concurrency),
+                row_ladder=_ladder(policy, concurrency),
             )
             engine.warm_up(("greedy",) if settings.temperature == 0 else ("plain",))
         for repeat in range(settings.repeats):
@@ -153,7 +153,7 @@ def measure_load(
     return points, profiles
 
 
-def _ladder(policy: Policy, system: ServingSystem, concurrency: int) -> tuple[int, ...] | None:
+def _ladder(policy: Policy, concurrency: int) -> tuple[int, ...] | None:
     """A system that verifies a fixed number of rows needs few programs; the scheduler wants a fine ladder."""
     if isinstance(policy, (NoDraft, Fixed)):
         width = 1 if isinstance(policy, NoDraft) else policy.k + 1

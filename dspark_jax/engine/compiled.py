@@ -1,0 +1,157 @@
+"""The engine's programs, compiled by shape: which there are, and calling them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.requests import MAX_STOP_TOKENS, Request
+from dspark_jax.engine.rounds import Weights
+from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots
+from dspark_jax.engine.steps import Steps
+
+MODES = ("greedy", "plain", "filtered")
+"""Sampling modes; each also serves the requests of those before it."""
+
+
+class CompiledSteps:
+    """Programs of `Steps` for one engine, kept by what their shapes depend on.
+
+    Attributes:
+        steps: the functions.
+        weights: their parameters.
+        threshold: of policy `threshold`.
+        seconds: of policy `greedy`, by rows.
+    """
+
+    def __init__(self, steps: Steps, weights: Weights, threshold: float, seconds: np.ndarray):
+        self.steps, self.weights = steps, weights
+        self.threshold, self.seconds = np.float32(threshold), jnp.asarray(seconds)
+        self._compiled: dict[Any, Any] = {}
+
+    def init(self) -> tuple[Slots, Memory]:
+        """Empty slots."""
+        vocab = self.weights.tables.embed.shape[0]
+        return PROGRAMS.get((self.steps, "init", vocab), lambda: self.steps.init(vocab, MAX_STOP_TOKENS), ())()
+
+    def admit(self, slots: Slots, request: Request, slot: int) -> Slots:
+        """Put a request into a slot."""
+        args = (slots, admission(request, slot))
+        return self._program("admit", "greedy", self.steps.admit, (0,), *args)(*args)
+
+    def end(self, slots: Slots, slot: int) -> Slots:
+        """Stop the request in a slot."""
+        args = (slots, np.int32(slot))
+        return self._program("end", "greedy", self.steps.end, (0,), *args)(*args)
+
+    def propose(self, slots: Slots, memory: Memory, mode: str, capacity: int) -> tuple[Memory, Draft]:
+        """Draft in every running slot; `capacity` is what policy `scheduled` may fill."""
+        args = (self.weights, in_mode(slots, mode), memory, self._limits(capacity))
+        return self._program("propose", mode, self.steps.propose, (2,), *args)(*args)
+
+    def step(
+        self, slots: Slots, memory: Memory, mode: str, draft: Draft | None, chunk: Chunk | None, rows: int
+    ) -> tuple[Slots, Memory, Report]:
+        """Run a step of so many rows for anchors and drafts, and a prompt chunk."""
+        args = (self.weights, in_mode(slots, mode), memory, draft, chunk)
+        slots, memory, report = self._step(rows, mode, args)(*args)
+        return in_mode(slots, MODES[0]), memory, report
+
+    def warm_up(
+        self,
+        slots: Slots,
+        memory: Memory,
+        modes: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        undrafted: Sequence[tuple[int, int]],
+    ) -> int:
+        """Compile ahead of the first call; returns how many programs were new.
+
+        Args:
+            slots, memory: for their shapes; nothing runs.
+            modes: sampling modes.
+            shapes: (rows, prompt tokens) of steps; those with rows verify drafts where there is a drafter.
+            undrafted: shapes that are also needed without drafts.
+
+        Raises:
+            ValueError: an unknown mode.
+        """
+        before = PROGRAMS.count
+        if unknown := sorted(set(modes) - set(MODES)):
+            raise ValueError(f"unknown sampling modes {unknown}: expected some of {MODES}")
+        for mode in modes:
+            draft = None
+            if self.steps.drafter is not None:
+                args = (self.weights, in_mode(slots, mode), memory, self._limits(0))
+                self._program("propose", mode, self.steps.propose, (2,), *args)
+                _, draft = jax.eval_shape(self.steps.propose, *args)
+            for rows, width in shapes:
+                for proposed in (draft if rows else None, None):
+                    if proposed is None and rows and draft is not None and (rows, width) not in undrafted:
+                        continue
+                    chunk = prompt_chunk([], 0, 0, width) if width else None
+                    self._step(rows, mode, (self.weights, in_mode(slots, mode), memory, proposed, chunk))
+        nobody = Request(0, [0], 1, _NEUTRAL, MODES[0], 0, np.full(MAX_STOP_TOKENS, -1, np.int32))
+        self._program("admit", "greedy", self.steps.admit, (0,), slots, admission(nobody, 0))
+        self._program("end", "greedy", self.steps.end, (0,), slots, np.int32(0))
+        return PROGRAMS.count - before
+
+    def _limits(self, capacity: int) -> Limits:
+        values: dict[str, Any] = {"threshold": self.threshold, "capacity": np.int32(capacity), "seconds": self.seconds}
+        return Limits(**values)
+
+    def _step(self, rows: int, mode: str, args: tuple[Any, ...]) -> Any:
+        *_, draft, chunk = args
+        name = ("step", rows, 0 if chunk is None else chunk.tokens.shape[0] - 1, draft is not None)
+        return self._program(name, mode, functools.partial(self.steps.step, rows=rows), (1, 2), *args)
+
+    def _program(self, name: Any, mode: str, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
+        """A compiled program; within one engine, name and mode say everything about its shapes."""
+        key = (name, mode)
+        if key not in self._compiled:
+            # Only drafting knows the policy: engines that differ in nothing else share their other programs.
+            steps = self.steps if name == "propose" else dataclasses.replace(self.steps, policy="none", block_size=0)
+            self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args)
+        return self._compiled[key]
+
+
+_NEUTRAL = {
+    "temperature": np.zeros((), np.float32),
+    "top_k": np.ones((), np.int32),
+    "top_p": np.ones((), np.float32),
+    "min_p": np.zeros((), np.float32),
+}
+
+
+def in_mode(slots: Slots, mode: str) -> Slots:
+    """The slots for a program of a sampling mode."""
+    return dataclasses.replace(slots, sampling=dataclasses.replace(slots.sampling, mode=mode))
+
+
+def prompt_chunk(prompt: list[int], slot: int, begin: int, width: int) -> Chunk:
+    """Up to `width` tokens of a prompt; a fresh array, since the device may still read the last one."""
+    tokens = np.zeros(width + 1, np.int32)
+    part = prompt[begin : begin + width + 1]
+    tokens[: len(part)] = part
+    count = min(len(prompt) - begin, width)
+    ends = begin + count == len(prompt)
+    values: dict[str, Any] = {"slot": np.int32(slot), "start": np.int32(begin), "count": np.int32(count)}
+    return Chunk(tokens=cast(Any, tokens), ends=cast(Any, np.bool_(ends)), **values)
+
+
+def admission(request: Request, slot: int) -> Admission:
+    """The device form of a request."""
+    values: dict[str, Any] = {
+        "slot": np.int32(slot),
+        "seed": np.uint32(request.seed),
+        "stop_ids": request.stop_ids,
+        "budget": np.int32(request.budget),
+    }
+    return Admission(**values, **cast(Any, request.settings))
