@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -186,11 +186,15 @@ class RaggedPlan:
         batch: the batch the plan was made for.
         regions: rectangles; their rows side by side are the batch's rows in order.
         visible: a row sees its slot's cache positions `< visible[row]`, `[T]`.
+        num_slots: S (static).
+        causal: each row sees itself and all before it (static).
     """
 
     batch: RaggedTokens
     regions: tuple[Region, ...]
     visible: Int[Array, "T"]
+    num_slots: int = struct.field(pytree_node=False)
+    causal: bool = struct.field(pytree_node=False)
 
 
 def make_plan(
@@ -228,7 +232,8 @@ def make_plan(
                 offset=q,
             )
         )
-    return RaggedPlan(batch, tuple(regions), batch.positions + 1 if visible is None else visible)
+    causal = visible is None
+    return RaggedPlan(batch, tuple(regions), batch.positions + 1 if visible is None else visible, num_slots, causal)
 
 
 def _slots_region(slots: Int[Array, "t"], num_slots: int, rows_per_slot: int, total: int) -> Region:
@@ -266,3 +271,30 @@ def cache_attend(plan: RaggedPlan) -> Attend:
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs), cache
 
     return attend
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """How ragged rows attend over slots: what a layer's cache is, and the `attend` that works on it; hashable."""
+
+    def create_cache(self, slots: int, length: int, kv_heads: int, head_dim: int, dtype: Any) -> Any:
+        """Empty cache of one layer for `slots` sequences of up to `length` tokens: a pytree, donated and passed on."""
+
+    def attend(self, plan: RaggedPlan) -> Attend:
+        """Bind a batch: write the rows' keys and values, then attend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseAttention:
+    """Masked products with the whole cache: any device, any mask."""
+
+    def create_cache(self, slots: int, length: int, kv_heads: int, head_dim: int, dtype: Any) -> KVCache:
+        """See `AttentionBackend`."""
+        return KVCache.create(slots, length, kv_heads, head_dim, dtype)
+
+    def attend(self, plan: RaggedPlan) -> Attend:
+        """See `AttentionBackend`."""
+        return cache_attend(plan)
+
+
+DENSE = DenseAttention()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.nn import run
-from dspark_jax.nn.attention import Attend, KVCache, RaggedPlan, cache_attend, rows_attend
+from dspark_jax.nn.attention import DENSE, Attend, AttentionBackend, RaggedPlan, rows_attend
 from dspark_jax.nn.decoder import DecoderLayer
 from dspark_jax.nn.linear import RMSNorm
 from dspark_jax.types import Params, TargetFeatures, TargetTables
@@ -111,12 +111,23 @@ def forward_ragged(
     config: DecoderConfig,
     params: Params,
     tables: TargetTables,
-    caches: tuple[KVCache, ...],
+    caches: tuple[Any, ...],
     plan: RaggedPlan,
     tap_ids: tuple[int, ...] = (),
     dtype: Any = jnp.float32,
-) -> tuple[TargetFeatures, tuple[KVCache, ...]]:
+    attention: AttentionBackend = DENSE,
+) -> tuple[TargetFeatures, tuple[Any, ...]]:
     """Run a ragged batch over the slot caches: prompt chunks, decoding and verification alike.
+
+    Args:
+        config: shape of the target.
+        params: decoder parameters.
+        tables: embedding and head.
+        caches: of `create_caches` with the same `attention`.
+        plan: the batch.
+        tap_ids: layers to tap.
+        dtype: type of products and residual stream.
+        attention: what works on the caches.
 
     Returns:
         Features with one row a token (`[T, F*D]`, `[T, D]`) and the caches with the batch's rows written.
@@ -127,14 +138,17 @@ def forward_ragged(
         params,
         tables.embed_tokens(batch.tokens, dtype),
         batch.positions,
-        cache_attend(plan),
+        attention.attend(plan),
         caches,
         tap_ids,
     )
 
 
-def create_caches(config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.float32) -> tuple[KVCache, ...]:
+def create_caches(
+    config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.float32, attention: AttentionBackend = DENSE
+) -> tuple[Any, ...]:
     """Empty caches, one a layer."""
     return tuple(
-        KVCache.create(slots, length, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)
+        attention.create_cache(slots, length, config.num_kv_heads, config.head_dim, dtype)
+        for _ in range(config.num_layers)
     )
