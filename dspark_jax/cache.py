@@ -7,6 +7,7 @@ Trainings that read the cache (`features_cache` in a training config) skip the t
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from dspark_jax.config import spread_layer_ids
 from dspark_jax.data.conversations import IngestOptions, load_corpus
 from dspark_jax.data.target_cache import size_estimate
 from dspark_jax.target.loading import load_target
+from dspark_jax.terminal import guarded
 from dspark_jax.training.features import write_feature_cache
 
 
@@ -69,4 +71,5 @@ def main(command: CacheCommand) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(CacheCommand))
+    arguments = tyro.cli(CacheCommand, prog="python -m dspark_jax.cache", description=__doc__)
+    sys.exit(guarded(lambda: main(arguments)))

@@ -8,7 +8,6 @@ into the checkpoint's `config.json`; weights stay as they are, and other readers
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +36,7 @@ from dspark_jax.evaluation.report import write_report
 from dspark_jax.evaluation.tables import rich_table
 from dspark_jax.evaluation.tasks import Prompt, load_tasks
 from dspark_jax.target.loading import load_target
-
-LOG_WIDTH = 132
+from dspark_jax.terminal import guarded, table_console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,14 +168,7 @@ def prompt_sets(command: CalibrateCommand) -> tuple[list[Prompt], list[Prompt]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     command = tyro.cli(CalibrateCommand, prog="python -m dspark_jax.calibrate", args=arguments, description=__doc__)
-    # Tables in log files need not fit a terminal.
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else LOG_WIDTH)
-    try:
-        return run(command, console)
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
-        # These say what was found and what to do; a traceback would bury it.
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2
+    return guarded(lambda: run(command, table_console()))
 
 
 if __name__ == "__main__":

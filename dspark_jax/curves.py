@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from dspark_jax.evaluation.figures import COLORS, new_figure, save_figure, style
+from dspark_jax.terminal import guarded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,4 +72,5 @@ def main(command: CurvesCommand) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(CurvesCommand, description=__doc__))
+    arguments = tyro.cli(CurvesCommand, prog="python -m dspark_jax.curves", description=__doc__)
+    sys.exit(guarded(lambda: main(arguments)))

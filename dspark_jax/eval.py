@@ -30,10 +30,10 @@ from dspark_jax.evaluation.tables import RESULTS_BEGIN, grids, insert_results, m
 from dspark_jax.evaluation.tasks import load_tasks
 from dspark_jax.files import atomic_write
 from dspark_jax.target.loading import load_target
+from dspark_jax.terminal import guarded, table_console
 
 # The order of the paper's tables; whatever else is shipped follows.
 _ORDER = ("dspark", "dflash", "eagle3", "mtp")
-LOG_WIDTH = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,14 +175,7 @@ def _introduction(command: EvalCommand, prompts: int, names: Sequence[str]) -> s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     command = tyro.cli(EvalCommand, prog="python -m dspark_jax.eval", args=arguments, description=__doc__)
-    # Tables in log files need not fit a terminal.
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else LOG_WIDTH)
-    try:
-        return run(command, console)
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
-        # These say what was found and what to do; a traceback would bury it.
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2
+    return guarded(lambda: run(command, table_console()))
 
 
 if __name__ == "__main__":

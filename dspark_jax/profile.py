@@ -17,9 +17,11 @@ from rich.table import Table
 
 from dspark_jax.draft.loading import load_drafter
 from dspark_jax.engine.profile import StepProfile, measure_profile
+from dspark_jax.evaluation.figures import require_matplotlib
 from dspark_jax.evaluation.serving_plots import write_profile_plot
 from dspark_jax.progress import Progress
 from dspark_jax.target.loading import load_target
+from dspark_jax.terminal import guarded, table_console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,16 +63,18 @@ def table(profile: StepProfile) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    command = tyro.cli(ProfileCommand, args=arguments, description=__doc__)
+    command = tyro.cli(ProfileCommand, prog="python -m dspark_jax.profile", args=arguments, description=__doc__)
+    return guarded(lambda: run(command))
+
+
+def run(command: ProfileCommand) -> None:
+    """Measure, print, write."""
     console = Console(stderr=True)
+    if command.plot is not None:
+        require_matplotlib()
     target = load_target(command.target, dtype=jnp.float32)
     drafter = load_drafter(command.draft, target)
-    with Progress("profiling", 1, "programs", console=console) as progress:
-
-        def on_progress(done: int, total: int) -> None:
-            progress.total = total
-            progress.update(1)
-
+    with Progress("profiling", None, "programs", console=console) as progress:
         profile = measure_profile(
             target,
             drafter,
@@ -78,14 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             context=command.context,
             repeats=command.repeats,
             ladder=command.rows,
-            on_progress=on_progress,
+            on_progress=lambda done, total: progress.update(done - progress.completed, of=total),
         )
     profile.save(command.output)
-    Console().print(table(profile))
+    table_console().print(table(profile))
     if command.plot is not None:
         write_profile_plot(profile, command.plot)
     console.print(f"wrote {command.output}")
-    return 0
 
 
 if __name__ == "__main__":

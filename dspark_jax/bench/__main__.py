@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import sys
 from datetime import date
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from dspark_jax.bench.decode import Decode, bench_decode
 from dspark_jax.bench.serve import Replay, Serve, bench_replay, bench_serve
 from dspark_jax.bench.train import Train, bench_train
 from dspark_jax.files import atomic_write
+from dspark_jax.terminal import guarded
 
 
 def main(command: Decode | Train | Serve | Replay) -> None:
@@ -57,12 +59,11 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> list[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    main(
-        tyro.cli(
-            Annotated[Decode, tyro.conf.subcommand("decode")]  # type: ignore[arg-type]
-            | Annotated[Train, tyro.conf.subcommand("train")]
-            | Annotated[Serve, tyro.conf.subcommand("serve")]
-            | Annotated[Replay, tyro.conf.subcommand("replay")],
-            description=bench.__doc__,
-        )
+    commands: Any = (
+        Annotated[Decode, tyro.conf.subcommand("decode")]
+        | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Serve, tyro.conf.subcommand("serve")]
+        | Annotated[Replay, tyro.conf.subcommand("replay")]
     )
+    arguments = tyro.cli(commands, prog="python -m dspark_jax.bench", description=bench.__doc__)
+    sys.exit(guarded(lambda: main(arguments)))

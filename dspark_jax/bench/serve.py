@@ -30,6 +30,7 @@ from dspark_jax.evaluation.tasks import load_tasks
 from dspark_jax.progress import Progress
 from dspark_jax.spec.schedule import CostCurve, Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import load_target
+from dspark_jax.terminal import table_console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ def bench_serve(command: Serve) -> dict[str, Any]:
     systems += [ServingSystem(f"fixed {k}", drafter, Fixed(k)) for k in command.fixed]
     systems.append(ServingSystem("scheduled", drafter, None))
     prompts = [prompt.messages for prompt in load_tasks(command.tasks)]
-    error, console = Console(stderr=True), Console()
+    error, console = Console(stderr=True), table_console()
     with Progress("load", None, "stages", console=error) as progress:
         points, profiles = measure_load(
             target, systems, prompts, command.load, on_progress=lambda what: progress.update(1, now=what)
@@ -126,8 +127,11 @@ def bench_replay(command: Replay) -> dict[str, Any]:
     """The table of a replay.
 
     Raises:
-        ValueError: curves that cannot be read.
+        FileNotFoundError: no such traces or curves.
+        ValueError: files of another kind.
     """
+    if not command.curves.exists():
+        raise FileNotFoundError(f"no cost curves at {command.curves}: write them as docs/serving.md describes")
     traces, content = load_traces(command.traces), json.loads(command.curves.read_text())
     if not isinstance(content, dict) or set(content) != {"round", "plain"}:
         raise ValueError(f"{command.curves} must hold `round` and `plain`, each with `buckets` and `seconds`")
@@ -146,5 +150,5 @@ def bench_replay(command: Replay) -> dict[str, Any]:
         header=("in flight", "policy", "tokens/s", "of one request", "rows a step"),
         sections=tuple(sections),
     )
-    Console().print(rich_table(grid))
+    table_console().print(rich_table(grid))
     return {"points": [dataclasses.asdict(p) for p in points]}
