@@ -20,7 +20,7 @@ from dspark_jax.sharding import (
     row_shards,
     tree_shardings,
 )
-from dspark_jax.training.loop import create_step
+from dspark_jax.training.setup import create_step
 from dspark_jax.training.step import init_state
 
 

@@ -13,7 +13,7 @@ from training_setup import tiny_config, tiny_corpus, tiny_target
 from dspark_jax.data.pipeline import BatchSource
 from dspark_jax.sharding import activation_sharding, create_mesh, tree_shardings
 from dspark_jax.target.transformer import forward_rows
-from dspark_jax.training.loop import create_step
+from dspark_jax.training.setup import create_step
 from dspark_jax.training.step import init_state
 
 
