@@ -7,12 +7,12 @@ splits heads, MLP width and vocabulary. Axis types are Auto: the compiler propag
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -35,21 +35,27 @@ ACTIVATIONS: dict[str, P] = {
     "rows": P(("data", "fsdp")),
     "accumulated_rows": P(None, ("data", "fsdp")),
     "head": P("tensor", None),
+    # Sums over each shard's own rows, `[shards, V, ...]`.
+    "partial_tables": P(("data", "fsdp"), "tensor"),
 }
 
 
-def create_mesh(*, data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def create_mesh(
+    *, data: int | None = None, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """Create the mesh over this job's devices.
 
     Args:
         data: size of the data axis; None takes all devices that `fsdp * tensor` leaves.
         fsdp: size of the axis that stores parameters.
         tensor: size of the axis that splits heads, MLP width and vocabulary.
+        devices: other devices than this job's, such as those of a slice to compile for.
 
     Raises:
         ValueError: the sizes do not fit the number of devices.
     """
-    count = len(jax.devices())
+    devices = jax.devices() if devices is None else devices
+    count = len(devices)
     if data is None:
         if count % (fsdp * tensor):
             raise ValueError(f"fsdp {fsdp} x tensor {tensor} does not divide {count} devices: choose sizes that do")
@@ -57,17 +63,21 @@ def create_mesh(*, data: int | None = None, fsdp: int = 1, tensor: int = 1) -> M
     needed = data * fsdp * tensor
     if needed > count:
         raise ValueError(f"mesh data {data} x fsdp {fsdp} x tensor {tensor} needs {needed} devices, found {count}")
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:needed]
-    )
+    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])
 
 
-def row_shards(mesh: Mesh) -> int:
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
     """Number of parts the rows of a batch are split into."""
     return int(mesh.shape["data"] * mesh.shape["fsdp"])
 
 
-def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+def current_mesh() -> AbstractMesh | None:
+    """The mesh that the code being traced runs on; None outside one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
     """Axes of one parameter, or of an optimizer moment whose path ends like the parameter's.
 
     A dimension that its axis does not divide stays whole (fewer K/V heads than the axis, odd tiny widths).
@@ -124,9 +134,48 @@ def constrain(x: Array, name: str) -> Array:
         RuntimeError: no mesh is set; a constraint that silently does nothing is worse than none.
         ValueError: an unknown name.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    if current_mesh() is None:
         raise RuntimeError(f"constrain({name!r}) outside a mesh: wrap the call in `with jax.set_mesh(mesh):`")
     return jax.lax.with_sharding_constraint(x, _activation_spec(name))
+
+
+def constrain_parameters(tree: Any) -> Any:
+    """Fix the layout in which parameters, gradients and moments are stored, inside a jitted function.
+
+    Raises:
+        RuntimeError: no mesh is set.
+        ValueError: a path that no rule knows.
+    """
+    return _constrain_tree(tree, parameter_spec)
+
+
+def gather_parameters(tree: Any) -> Any:
+    """Fix the layout in which parameters are computed with, inside a jitted function: whole along `fsdp`.
+
+    Without it compilers may as well split activations by width and sum them over `fsdp` after every product. Gradients
+    come back summed over the rows of all devices.
+
+    Raises:
+        RuntimeError: no mesh is set.
+        ValueError: a path that no rule knows.
+    """
+    return _constrain_tree(tree, computing_spec)
+
+
+def computing_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
+    """Axes of one parameter where it enters a product: those it is stored with, but for `fsdp`."""
+    return P(*(None if axis == "fsdp" else axis for axis in parameter_spec(path, shape, mesh)))
+
+
+def _constrain_tree(tree: Any, spec: Callable[[str, Sequence[int], AbstractMesh], P]) -> Any:
+    mesh = current_mesh()
+    if mesh is None:
+        raise RuntimeError("parameters are laid out inside a mesh: wrap the call in `with jax.set_mesh(mesh):`")
+
+    def fix(path: tuple[Any, ...], leaf: Any) -> Any:
+        return jax.lax.with_sharding_constraint(leaf, spec(_path_text(path), leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(fix, tree)
 
 
 def check_collisions(spec: P, where: str) -> None:
@@ -152,7 +201,7 @@ def _activation_spec(name: str) -> P:
     return ACTIVATIONS[name]
 
 
-def _axis_size(mesh: Mesh, axis: str | tuple[str, ...]) -> int:
+def _axis_size(mesh: Mesh | AbstractMesh, axis: str | tuple[str, ...]) -> int:
     size = 1
     for name in (axis,) if isinstance(axis, str) else axis:
         size *= mesh.shape[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -19,11 +20,12 @@ from dspark_jax.types import TargetTables
 VOCAB, MASK = 40, 39
 
 
-def tiny_target(seed=0, dtype=jnp.float32):
+def tiny_target(seed=0, dtype=jnp.float32, **changes):
     config = DecoderConfig(
         family="llama", vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2,
         num_kv_heads=1, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(), max_position=64, tie_word_embeddings=True,
     )  # fmt: skip
+    config = dataclasses.replace(config, **changes)
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):

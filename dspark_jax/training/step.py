@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
-from dspark_jax.sharding import constrain
+from dspark_jax.sharding import constrain, constrain_parameters, gather_parameters
 from dspark_jax.target.transformer import forward_rows
 from dspark_jax.training.anchors import Anchors, BlockLabels, block_labels, draw_anchors, row_keys
 from dspark_jax.training.columns import Columns, SampledVocabulary
@@ -239,7 +239,7 @@ class Step:
         self, state: TrainState, batch: DeviceBatch, tables: TargetTables, target_params: Params | None
     ) -> tuple[TrainState, StepMetrics]:
         """One update from a global batch `[accumulation, rows, L]`."""
-        gradients, loss, terms = self._gradients(state.params, batch, tables, target_params, state.step)
+        gradients, loss, terms = self.gradients(state.params, batch, tables, target_params, state.step)
         norm = optax.tree.norm(gradients)
         rate = self.schedule(state.step)
         applied = jnp.isfinite(norm) & (terms.blocks > 0)
@@ -248,6 +248,8 @@ class Step:
         params, opt_state = jax.tree.map(
             lambda after, before: jnp.where(applied, after, before), new, (state.params, state.opt_state)
         )
+        # The layout that went in comes out: the next step takes it as it is, in the place of the old state.
+        params, opt_state = constrain_parameters((params, opt_state))
         state = TrainState(params=params, opt_state=opt_state, step=state.step + 1, skipped=state.skipped + ~applied)
         return state, StepMetrics(loss=loss, terms=terms, grad_norm=norm, learning_rate=rate, applied=applied)
 
@@ -261,8 +263,11 @@ class Step:
         return self._part_loss(params, rows, selection, tables, target_params, denominator, None, True)
 
     def _shared_tables(self, tables: TargetTables) -> TargetTables:
-        # One low-precision copy of the head, laid out for the vocabulary products, made once before the loops.
-        return dataclasses.replace(tables, head=constrain(tables.head.astype(self.functions.dtype), "head"))
+        # One low-precision copy of the head, laid out for the vocabulary products, made once before the loops. Tokens
+        # are looked up in it too where it is their table; else in a copy of theirs in the same layout.
+        head = constrain(tables.head.astype(self.functions.dtype), "head")
+        tied = self.target.tie_word_embeddings
+        return dataclasses.replace(tables, head=head, embed=head if tied else constrain(tables.embed, "head"))
 
     def _select(self, batch: DeviceBatch, step: Int[Array, ""]) -> tuple[Any, Float[Array, ""]]:
         """Slots of every part and the denominator of the whole step, from masks alone."""
@@ -272,22 +277,35 @@ class Step:
         return parts, jnp.where(total > 0, total, 1.0)
 
     def _part_loss(self, params, batch, selection, tables, target_params, denominator, columns, measure):
-        batch = jax.tree.map(lambda x: constrain(x, "rows"), batch)
+        batch, selection = jax.tree.map(lambda x: constrain(x, "rows"), (batch, selection))
+        params = gather_parameters(params)
         features = target_features(
-            self.target, target_params, tables, batch, self.functions.tap_ids, self.functions.dtype
+            self.target, gather_parameters(target_params), tables, batch, self.functions.tap_ids, self.functions.dtype
         )
+        features = jax.tree.map(lambda x: constrain(x, "rows"), features)
         return self.objective.loss(params, tables, features, batch, selection, denominator, columns, measure)
 
-    def _gradients(self, params, batch, tables, target_params, step):
+    def gradients(
+        self,
+        params: Params,
+        batch: DeviceBatch,
+        tables: TargetTables,
+        target_params: Params | None,
+        step: Int[Array, ""],
+    ) -> tuple[Params, Float[Array, ""], LossTerms]:
+        """Gradients, loss and sums of a global batch, part by part."""
         tables = self._shared_tables(tables)
         parts, denominator = self._select(batch, step)
         columns = None if self.sampled is None else self.sampled.draw(step, batch.tokens, tables.head.shape[0])
 
         def part(selection_and_batch):
-            rows, selection = selection_and_batch
-            loss = lambda p: self._part_loss(p, rows, selection, tables, target_params, denominator, columns, False)  # noqa: E731
-            (value, terms), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-            return gradients, value, terms
+            # Each part gathers its weights anew: whole copies kept from part to part would fill the memory. The
+            # barrier ties them to the part, so that a compiler cannot gather them before the loop.
+            own, frozen, (rows, selection) = jax.lax.optimization_barrier((params, target_params, selection_and_batch))
+            loss = lambda p: self._part_loss(p, rows, selection, tables, frozen, denominator, columns, False)  # noqa: E731
+            (value, terms), gradients = jax.value_and_grad(loss, has_aux=True)(own)
+            # Each device keeps the sums of its own part of the parameters only.
+            return constrain_parameters(gradients), value, terms
 
         if batch.tokens.shape[0] == 1:
             return part(jax.tree.map(lambda x: x[0], (batch, parts)))

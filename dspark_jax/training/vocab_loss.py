@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.sharding import constrain, current_mesh, row_shards
 from dspark_jax.training.columns import Columns
 from dspark_jax.types import TargetTables
 
@@ -117,7 +118,8 @@ def vocab_loss(
     inputs = jax.tree.map(split, (target, labels, weights))
     # Base logits and bias are one product: [h; m] with [head; W2] side by side.
     states = hidden.astype(dtype) if markov is None else jnp.concatenate([hidden, markov], -1).astype(dtype)
-    loss, slots = _scan_loss(skip_unweighted, split(states), w2, (head, log_weight), inputs)
+    with jax.named_scope("vocab_loss"):
+        loss, slots = _scan_loss(skip_unweighted, split(states), w2, (head, log_weight), inputs)
     return loss, jax.tree.map(join, slots)
 
 
@@ -130,6 +132,10 @@ def _scan_forward(skip_unweighted, states, w2, columns, inputs):
     head, log_weight = columns
     width = head.shape[1]
     table = head if w2 is None else jnp.concatenate([head, w2.astype(head.dtype)], axis=1)
+    mesh = current_mesh()
+    shards = 1 if mesh is None else row_shards(mesh)
+    if mesh is not None:
+        table = constrain(table, "head")
 
     def compute(carry, slot):
         total, dw2 = carry
@@ -137,19 +143,26 @@ def _scan_forward(skip_unweighted, states, w2, columns, inputs):
         loss, values, dlogits = _chunk_losses(state, table, head, log_weight, target, labels, weights)
         dstate = jnp.einsum("...v,vd->...d", dlogits, table, preferred_element_type=jnp.float32)
         if w2 is not None:
-            dw2 = dw2 + jnp.einsum("...v,...r->vr", dlogits, state[..., width:], preferred_element_type=jnp.float32)
+            dw2 = dw2 + _table_gradient(dlogits, state[..., width:], shards)
         return (total + loss, dw2), (values, dstate)
 
     def body(carry, slot):
-        if not skip_unweighted:
+        *slot, weighted = slot
+        if weighted is None:
             return compute(carry, slot)
-        weighted = functools.reduce(jnp.logical_or, [jnp.any(w != 0) for w in jax.tree.leaves(slot[1][2])])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, carry, slot)[1])
         return jax.lax.cond(weighted, compute, lambda carry, _: (carry, nothing), carry, slot)
 
-    dw2 = None if w2 is None else jnp.zeros(w2.shape, jnp.float32)
-    (total, dw2), (values, dstates) = jax.lax.scan(body, (jnp.float32(0), dw2), (states, inputs))
-    return (total, values), (dstates, dw2, states, w2, columns, inputs)
+    # Every row and every shard of the batch keeps its own sums: devices add them up once, not in every turn.
+    total = jnp.zeros(states.shape[1], jnp.float32)
+    dw2 = None if w2 is None else jnp.zeros((shards, *w2.shape), jnp.float32)
+    if mesh is not None:
+        total = constrain(total, "rows")
+        dw2 = None if dw2 is None else constrain(dw2, "partial_tables")
+    weighted = _weighted_chunks(inputs[2]) if skip_unweighted else None
+    (total, dw2), (values, dstates) = jax.lax.scan(body, (total, dw2), (states, inputs, weighted))
+    dw2 = None if dw2 is None else jnp.sum(dw2, axis=0)
+    return (jnp.sum(total), values), (dstates, dw2, states, w2, columns, inputs)
 
 
 def _scan_backward(skip_unweighted, residuals, cotangents):
@@ -165,8 +178,20 @@ def _scan_backward(skip_unweighted, residuals, cotangents):
 _scan_loss.defvjp(_scan_forward, _scan_backward)
 
 
+def _table_gradient(dlogits: Array, states: Array, shards: int) -> Float[Array, "S V R"]:
+    """Gradient of W2 by the rows of every shard apart, `[shards, V, R]`."""
+    dlogits, states = (x.reshape(shards, -1, *x.shape[1:]) for x in (dlogits, states))
+    return jnp.einsum("sbcgv,sbcgr->svr", dlogits, states, preferred_element_type=jnp.float32)
+
+
+def _weighted_chunks(weights: SlotWeights) -> Bool[Array, "chunks"]:
+    """Chunks in which any slot of any device counts: known before the loop, where devices need not wait to agree."""
+    used = [jnp.any(w != 0, axis=(1, 2, 3)) for w in jax.tree.leaves(weights)]
+    return functools.reduce(jnp.logical_or, used)
+
+
 def _chunk_losses(state, table, head, log_weight, target, labels, weights):
-    """Losses of a chunk, their per-slot values, and their gradient by the draft logits (in the products' type).
+    """Losses of a chunk by row, their per-slot values, and the gradient by the draft logits (in the products' type).
 
     Written as passes over `[slots, V]` that a compiler fuses: no argmax (which CPUs and TPUs run far slower than max),
     and exponentials recomputed rather than stored.
@@ -178,7 +203,7 @@ def _chunk_losses(state, table, head, log_weight, target, labels, weights):
     draft = jnp.exp(logits - log_mass[..., None])
     label_logit = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     nll = log_mass - label_logit
-    loss, gradient = jnp.float32(0), jnp.zeros_like(draft)
+    loss, gradient = jnp.zeros(labels.shape[0], jnp.float32), jnp.zeros_like(draft)
     tv = soft_nll = None
     chosen = label_logit
     if target is not None:
@@ -194,17 +219,17 @@ def _chunk_losses(state, table, head, log_weight, target, labels, weights):
             w = weights.total_variation
             sign = jnp.sign(difference)
             mean_sign = jnp.sum(sign * draft, axis=-1, keepdims=True)
-            loss = loss + jnp.sum(w * tv)
+            loss = loss + jnp.sum(w * tv, axis=(1, 2))
             gradient = gradient + w[..., None] * draft * (sign - mean_sign)
         if weights.soft_cross_entropy is not None:
             w = weights.soft_cross_entropy
             soft_nll = log_mass - jnp.sum(teacher * logits, axis=-1)
-            loss = loss + jnp.sum(w * soft_nll)
+            loss = loss + jnp.sum(w * soft_nll, axis=(1, 2))
             gradient = gradient + w[..., None] * difference
     if weights.cross_entropy is not None:
         w = weights.cross_entropy
         hit = labels[..., None] == jnp.arange(logits.shape[-1])
-        loss = loss + jnp.sum(w * nll)
+        loss = loss + jnp.sum(w * nll, axis=(1, 2))
         gradient = gradient + w[..., None] * (draft - hit)
     values = SlotLosses(nll=nll, tv=tv, soft_nll=soft_nll, correct=(chosen >= peak).astype(jnp.float32))
     return loss, values, gradient.astype(state.dtype)

@@ -13,9 +13,12 @@ from dspark_jax.sharding import (
     PARAMETERS,
     activation_sharding,
     check_collisions,
+    computing_spec,
     constrain,
+    constrain_parameters,
     create_mesh,
     gather,
+    gather_parameters,
     parameter_spec,
     row_shards,
     tree_shardings,
@@ -76,6 +79,15 @@ def test_a_constraint_needs_a_mesh(mesh):
     with jax.set_mesh(mesh):
         x = jax.jit(lambda x: constrain(x, "rows"))(jnp.zeros((4, 2)))
     assert x.addressable_shards[0].data.shape == (1, 2)
+    for layout in (constrain_parameters, gather_parameters):
+        with pytest.raises(RuntimeError, match="laid out inside a mesh"):
+            layout({"norm": {"weight": jnp.zeros(4)}})
+
+
+def test_parameters_are_whole_along_fsdp_where_they_are_used(mesh):
+    assert computing_spec("layers_0/self_attn/q_proj/weight", (16, 8), mesh) == P("tensor", None)
+    assert computing_spec("layers_0/mlp/down_proj/weight", (16, 8), mesh) == P(None, "tensor")
+    assert computing_spec("layers_0/self_attn/q_norm/weight", (8,), mesh) == P()
 
 
 def test_meshes_that_do_not_fit_are_refused():
