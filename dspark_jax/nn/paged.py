@@ -7,6 +7,7 @@ values are scattered into the pages first. Nothing is shared between slots, so a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -238,19 +239,23 @@ class PagedAttention:
 
         cache = cache.write(batch.slots, batch.positions, pad(k, spare), pad(v, spare))
         own = jnp.arange(cache.pages_per_slot, dtype=jnp.int32)
-        out = ragged_paged_attention(
-            pad(jnp.take(q, sequences.order, axis=0), spare * group).astype(cache.pages.dtype),
-            cache.pages,
-            sequences.lengths,
-            sequences.slots[:, None] * cache.pages_per_slot + own,
-            sequences.starts,
-            sequences.count,
-            sm_scale=spec.scale,
-            sliding_window=spec.window,
-            num_kv_pages_per_block=min(self.pages_per_block, cache.pages_per_slot),
-            num_queries_per_block=min(self.rows_per_block, rows),
-            vmem_limit_bytes=self.vmem_limit_bytes,
-        )
+        dtype = cache.pages.dtype
+        # Mosaic has no float32 passes for bfloat16 products, whatever precision the process asks of its products.
+        products = jax.default_matmul_precision("default") if dtype == jnp.bfloat16 else contextlib.nullcontext()
+        with products:
+            out = ragged_paged_attention(
+                pad(jnp.take(q, sequences.order, axis=0), spare * group).astype(dtype),
+                cache.pages,
+                sequences.lengths,
+                sequences.slots[:, None] * cache.pages_per_slot + own,
+                sequences.starts,
+                sequences.count,
+                sm_scale=spec.scale,
+                sliding_window=spec.window,
+                num_kv_pages_per_block=min(self.pages_per_block, cache.pages_per_slot),
+                num_queries_per_block=min(self.rows_per_block, rows),
+                vmem_limit_bytes=self.vmem_limit_bytes,
+            )
         out = out[:, :heads, :head_dim].astype(q.dtype)
         return out.at[sequences.place].get(mode="fill", fill_value=0), cache
 
