@@ -15,8 +15,8 @@ from dspark_jax.bench.timing import seconds
 from dspark_jax.draft.contract import Drafter, chooser
 from dspark_jax.draft.heads import sample_block
 from dspark_jax.draft.loading import load_drafter
-from dspark_jax.engine.rounds import DecodeState, Requests, Rounds, Weights
-from dspark_jax.sampling import make_sampling, request_keys
+from dspark_jax.engine.state import Draft, Limits, Memory, Slots, Weights
+from dspark_jax.engine.steps import Steps
 from dspark_jax.target.loading import load_target
 from dspark_jax.types import Proposal
 
@@ -48,70 +48,75 @@ def bench_decode(command: Decode) -> dict[str, Any]:
     drafter = load_drafter(command.draft, target)
     block = drafter.config.block_size
     vocab = target.tables.embed.shape[0]
-    requests = Requests(
-        keys=request_keys(jnp.zeros(1, jnp.uint32)),
-        sampling=make_sampling(1, vocab_size=vocab, temperature=0.0),
-        stop_ids=jnp.full((1, 4), -1, jnp.int32),
-        prompt_lengths=jnp.ones(1, jnp.int32),
-        budgets=jnp.full((1,), 1 << 20, jnp.int32),
-        threshold=jnp.float32(0),
-    )
     weights = Weights(target.params, target.tables, drafter.params)
-    rounds = Rounds(target.config, drafter.functions, target.dtype, command.context, target.config.max_position)
-    plain = dataclasses.replace(rounds, drafter=None)
-    results: dict[str, Any] = {"target_step": {}}
+    steps = Steps(
+        target=target.config,
+        drafter=drafter.functions,
+        dtype=target.dtype,
+        slots=1,
+        max_length=command.context,
+        context=target.config.max_position,
+        policy="fixed",
+        limit=block,
+        block_size=block,
+    )
 
-    def running(which: Rounds) -> DecodeState:
-        state = jax.jit(which.init)(requests)
-        return dataclasses.replace(state, lengths=jnp.full((1,), command.context // 2, jnp.int32))
+    def running(which: Steps) -> tuple[Slots, Memory]:
+        """Half of the context is filled, and nothing ends."""
+        slots, memory = jax.jit(lambda: which.init(vocab, num_stops=4))()
+        return dataclasses.replace(
+            slots,
+            lengths=jnp.full((1,), command.context // 2, jnp.int32),
+            budgets=jnp.full((1,), 1 << 20, jnp.int32),
+            done=jnp.zeros(1, bool),
+        ), memory
 
-    def timed(which: Rounds, program: Callable[..., Any], *extra: Any) -> dict[str, float]:
-        """Time a program that consumes and returns the state; it stays at the same position."""
-        states = [running(which)]
+    def timed(which: Steps, program: Callable[..., Any], *extra: Any) -> dict[str, float]:
+        """Time a program that consumes and returns the memory; the slot stays at its position."""
+        slots, memory = running(which)
+        held = [memory]
         compiled = jax.jit(program, donate_argnums=2)
 
         def call() -> Any:
-            before = states[0].lengths + 0
-            after, *rest = compiled(weights, requests, states[0], *extra)
-            states[0] = dataclasses.replace(after, lengths=before)
-            return after, rest
+            held[0], *rest = compiled(weights, slots, held[0], *extra)
+            return held[0], rest
 
         return seconds(call, command.repeats)
 
-    for width in command.rows:
-        results["target_step"][width] = timed(plain, _target_rows(plain, width))
-    propose = lambda w, q, s: rounds.propose(w, q, s, block_size=block)  # noqa: E731
-    results["propose"] = timed(rounds, propose)
-    _, proposal, keep = jax.jit(propose)(weights, requests, running(rounds))
-    verify = lambda w, q, s, p, k: rounds.verify(w, q, s, p, k, width=block + 1)  # noqa: E731
-    results["verify"] = timed(rounds, verify, proposal, keep)
+    def step(which: Steps, rows: int) -> Callable[..., Any]:
+        def program(weights: Weights, slots: Slots, memory: Memory, draft: Draft) -> Any:
+            slots, memory, report = which.step(weights, slots, memory, draft, None, rows=rows)
+            return memory, slots, report
+
+        return program
+
+    results: dict[str, Any] = {"target_step": {}}
+    for rows in command.rows:
+        # A verification without a drafter: the rows run through the target, and their argmax is taken.
+        plain = dataclasses.replace(steps, drafter=None, limit=rows - 1)
+        drafts = Proposal(jnp.zeros((1, rows - 1), jnp.int32), None, None, jnp.full((1,), rows - 1, jnp.int32))
+        results["target_step"][rows] = timed(plain, step(plain, rows), Draft(drafts, drafts.num_valid, None))
+    limits = Limits(jnp.float32(0), jnp.int32(0), jnp.ones(1))
+    results["propose"] = timed(steps, steps.propose, limits)
+    slots, memory = running(steps)
+    _, draft = jax.jit(steps.propose)(weights, slots, memory, limits)
+    results["verify"] = timed(steps, step(steps, block + 1), draft)
     if drafter.config.markov_rank:
         total = results["propose"]["median"] + results["verify"]["median"]
-        results["sequential_head"] = _sequential_head(drafter, requests, vocab, total, command.repeats)
+        results["sequential_head"] = _sequential_head(drafter, slots, vocab, total, command.repeats)
     return results
 
 
-def _sequential_head(drafter: Drafter, requests: Requests, vocab: int, total: float, repeats: int) -> dict[str, float]:
+def _sequential_head(drafter: Drafter, slots: Slots, vocab: int, total: float, repeats: int) -> dict[str, float]:
     """Seconds of the sampling scan beyond a plain argmax of the same base logits, and its share of a round."""
     shape = drafter.config
     base = jax.random.normal(jax.random.key(0), (1, shape.block_size, vocab))
     hidden = jax.random.normal(jax.random.key(1), (1, shape.block_size, shape.decoder.hidden_size))
     anchors = jnp.ones((1,), jnp.int32)
-    choose = chooser(requests.sampling, requests.keys, anchors)
+    choose = chooser(slots.sampling, slots.keys, anchors)
     times = []
     for config in (shape, dataclasses.replace(shape, markov_rank=0)):
         run = jax.jit(functools.partial(sample_block, config, choose=choose))
         call = functools.partial(run, drafter.params, base, hidden, anchors)
         times.append(seconds(call, repeats)["median"])
     return {"median": times[0] - times[1], "share_of_round": (times[0] - times[1]) / total}
-
-
-def _target_rows(rounds: Rounds, width: int) -> Callable[..., Any]:
-    """Run `width` rows of the sequence through the target and take their argmax: a verification without a drafter."""
-
-    def program(weights: Weights, requests: Requests, state: DecodeState) -> Any:
-        drafts = jnp.zeros((1, width - 1), jnp.int32)
-        proposal = Proposal(drafts, None, None, jnp.full((1,), width - 1, jnp.int32))
-        return rounds.verify(weights, requests, state, proposal, None, width=width)
-
-    return program

@@ -1,4 +1,4 @@
-"""The engine's programs, compiled by shape: which there are, and calling them."""
+"""The programs of `Steps`, compiled by shape: which there are, and calling them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import numpy as np
 
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import MAX_STOP_TOKENS, Request
-from dspark_jax.engine.rounds import Weights
-from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots
+from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots, Weights
 from dspark_jax.engine.steps import Steps
 
 MODES = ("greedy", "plain", "filtered")
 """Sampling modes; each also serves the requests of those before it."""
+CHUNK_LADDER = (32, 128)
+"""Prompt tokens of a step."""
 
 
 class CompiledSteps:
-    """Programs of `Steps` for one engine, kept by what their shapes depend on.
+    """Programs of `Steps` for one engine or batch, kept by what their shapes depend on.
 
     Attributes:
         steps: the functions.
@@ -33,13 +34,16 @@ class CompiledSteps:
 
     def __init__(self, steps: Steps, weights: Weights, threshold: float, seconds: np.ndarray):
         self.steps, self.weights = steps, weights
+        # Only drafting knows the policy: engines that differ in nothing else share their other programs.
+        self._undecided = dataclasses.replace(steps, policy="none", block_size=0)
         self.threshold, self.seconds = np.float32(threshold), jnp.asarray(seconds)
         self._compiled: dict[Any, Any] = {}
 
     def init(self) -> tuple[Slots, Memory]:
         """Empty slots."""
         vocab = self.weights.tables.embed.shape[0]
-        return PROGRAMS.get((self.steps, "init", vocab), lambda: self.steps.init(vocab, MAX_STOP_TOKENS), ())()
+        key = (self._undecided, "init", vocab)
+        return PROGRAMS.get(key, lambda: self.steps.init(vocab, MAX_STOP_TOKENS), ())()
 
     def admit(self, slots: Slots, request: Request, slot: int) -> Slots:
         """Put a request into a slot."""
@@ -57,11 +61,18 @@ class CompiledSteps:
         return self._program("propose", mode, self.steps.propose, (2,), *args)(*args)
 
     def step(
-        self, slots: Slots, memory: Memory, mode: str, draft: Draft | None, chunk: Chunk | None, rows: int
+        self,
+        slots: Slots,
+        memory: Memory,
+        mode: str,
+        draft: Draft | None,
+        chunk: Chunk | None,
+        rows: int,
+        diagnostics: bool = False,
     ) -> tuple[Slots, Memory, Report]:
         """Run a step of so many rows for anchors and drafts, and a prompt chunk."""
         args = (self.weights, in_mode(slots, mode), memory, draft, chunk)
-        slots, memory, report = self._step(rows, mode, args)(*args)
+        slots, memory, report = self._step(rows, mode, args, diagnostics)(*args)
         return in_mode(slots, MODES[0]), memory, report
 
     def warm_up(
@@ -107,17 +118,17 @@ class CompiledSteps:
         values: dict[str, Any] = {"threshold": self.threshold, "capacity": np.int32(capacity), "seconds": self.seconds}
         return Limits(**values)
 
-    def _step(self, rows: int, mode: str, args: tuple[Any, ...]) -> Any:
+    def _step(self, rows: int, mode: str, args: tuple[Any, ...], diagnostics: bool = False) -> Any:
         *_, draft, chunk = args
-        name = ("step", rows, 0 if chunk is None else chunk.tokens.shape[0] - 1, draft is not None)
-        return self._program(name, mode, functools.partial(self.steps.step, rows=rows), (1, 2), *args)
+        name = ("step", rows, 0 if chunk is None else chunk.tokens.shape[0] - 1, draft is not None, diagnostics)
+        step = functools.partial(self.steps.step, rows=rows, diagnostics=diagnostics)
+        return self._program(name, mode, step, (1, 2), *args)
 
     def _program(self, name: Any, mode: str, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
         """A compiled program; within one engine, name and mode say everything about its shapes."""
         key = (name, mode)
         if key not in self._compiled:
-            # Only drafting knows the policy: engines that differ in nothing else share their other programs.
-            steps = self.steps if name == "propose" else dataclasses.replace(self.steps, policy="none", block_size=0)
+            steps = self.steps if name == "propose" else self._undecided
             self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args)
         return self._compiled[key]
 

@@ -19,17 +19,14 @@ import numpy as np
 
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.compiled import MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
 from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
-from dspark_jax.engine.rounds import Weights
-from dspark_jax.engine.state import Chunk, Draft, Report
+from dspark_jax.engine.state import Chunk, Draft, Report, Weights
 from dspark_jax.engine.steps import PolicyKind, Steps
 from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
 from dspark_jax.target.loading import Target
 
-CHUNK_LADDER = (32, 128)
-"""Prompt tokens of a step."""
 PROBE_EVERY = 16
 """Policy `scheduled` drafts at least once in so many steps, also where plain decoding is faster."""
 _LENGTH_STEP = 128

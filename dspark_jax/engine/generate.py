@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +13,16 @@ import numpy as np
 
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
+from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
 from dspark_jax.engine.programs import PROGRAMS
-from dspark_jax.engine.requests import FINISH_NAMES, Prompt, token_ids, whole
-from dspark_jax.engine.results import Generation, Round, Timings
-from dspark_jax.engine.rounds import DecodeState, Report, Requests, Rounds, Weights
-from dspark_jax.sampling import make_sampling, request_keys
-from dspark_jax.spec.verify import FinishReason
+from dspark_jax.engine.requests import Prompt, Request, check_request, whole
+from dspark_jax.engine.results import Generation, Timings
+from dspark_jax.engine.state import Chunk, Draft, Report, Weights
+from dspark_jax.engine.steps import Steps
+from dspark_jax.sampling import request_keys
 from dspark_jax.target.loading import Target
+from dspark_jax.types import Sampling
 
-PREFILL_LADDER = (16, 32, 64, 128, 256)
 MAX_SLOTS = 16
 _LENGTH_STEP = 128
 _STOP_STEP = 4
@@ -72,196 +73,155 @@ def generate(
         ValueError: an empty prompt, a token id outside the vocabulary, a prompt that leaves no room in the context, or
             a setting out of range; the message names the prompt.
     """
-    ids = [_prompt_ids(target, prompt, i) for i, prompt in enumerate(prompts)]
-    budgets = [whole("max_new_tokens", x, 0) for x in _each("max_new_tokens", max_new_tokens, len(ids))]
-    count = len(ids)
-    seeds = [seed + i for i in range(count)] if isinstance(seed, (int, np.integer)) else _each("seed", seed, count)
+    count = len(prompts)
+    seeds = [int(seed) + i for i in range(count)] if isinstance(seed, (int, np.integer)) else seed
     settings = {
-        name: _each(name, value, len(ids))
-        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seeds,
     }
+    each = {name: _each(name, value, count) for name, value in settings.items()}
+    context = target.config.max_position
+    requests = [
+        # Stop tokens are the batch's, and any number of them.
+        check_request(target, context, i, prompt, stop_token_ids=(), **{name: each[name][i] for name in each})
+        for i, prompt in enumerate(prompts)
+    ]
     block = _block_size(drafter, block_size, confidence_threshold)
     stops = tuple(target.stop_token_ids if stop_token_ids is None else stop_token_ids)
-    slots = min(len(ids), MAX_SLOTS) if batch_size is None else whole("batch_size", batch_size, 1)
+    slots = min(count, MAX_SLOTS) if batch_size is None else whole("batch_size", batch_size, 1)
+
+    def progress() -> None:
+        if on_progress is not None:
+            on_progress(sum(len(r.tokens) for r in requests), sum(r.finish_reason is not None for r in requests))
+
     results: list[Generation] = []
-    for start in range(0, len(ids), max(slots, 1)):
-        part = slice(start, start + slots)
-        batch = _Batch(
-            target,
-            drafter,
-            ids[part],
-            budgets[part],
-            seeds[part],
-            {name: values[part] for name, values in settings.items()},
-            stops,
-            slots,
-            block,
-            confidence_threshold,
-            diagnostics,
-        )
-        done = (sum(len(r.tokens) for r in results), len(results))
-        report = None if on_progress is None else functools.partial(_forward_progress, on_progress, *done)
-        results += batch.run(report)
+    for start in range(0, count, max(slots, 1)):
+        part = requests[start : start + slots]
+        batch = _Batch(target, drafter, part, stops, slots, block, confidence_threshold, diagnostics)
+        results += batch.run(progress)
     return results
 
 
-def _forward_progress(
-    on_progress: Callable[[int, int], None], tokens: int, finished: int, more: int, ended: int
-) -> None:
-    on_progress(tokens + more, finished + ended)
-
-
 class _Batch:
-    """One fixed batch of requests from prompt to end; the host side of the rounds."""
+    """One fixed batch of requests from prompt to end; the host side of the steps."""
 
-    def __init__(self, target, drafter, prompts, budgets, seeds, settings, stops, slots, block, threshold, diagnostics):
-        self.prompts, self.slots, self.block, self.threshold = prompts, slots, block, threshold
-        self.diagnostics = diagnostics
-        empty = slots - len(prompts)
-        longest = max((len(p) + b for p, b in zip(prompts, budgets, strict=True)), default=1)
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        requests: Sequence[Request],
+        stops: tuple[int, ...],
+        slots: int,
+        block: int,
+        threshold: float,
+        diagnostics: bool,
+    ):
+        self.requests, self.diagnostics = requests, diagnostics
+        self.waits = drafter is not None and (threshold > 0 or not drafter.functions.fills_blocks)
+        self.row_ladder = buckets.rungs(slots * (block + 1), first=slots, ratio=1.5)
+        self.mode = max((r.mode for r in requests), key=MODES.index)
+        context = target.config.max_position
+        longest = max(len(r.prompt) + r.budget for r in requests)
         # One block of junk may lie beyond the last kept position.
-        length = min(longest, target.config.max_position) + block + 1
-        self.rounds = Rounds(
+        length = min(longest, context) + block + 1
+        steps = Steps(
             target=target.config,
             drafter=None if drafter is None else drafter.functions,
             dtype=target.dtype,
+            slots=slots,
             max_length=-(-length // _LENGTH_STEP) * _LENGTH_STEP,
-            context=target.config.max_position,
+            context=context,
+            policy="threshold" if threshold > 0 else "fixed",
+            limit=block,
+            block_size=block,
         )
-        self.weights = Weights(target.params, target.tables, None if drafter is None else drafter.params)
-        vocab = target.tables.embed.shape[0]
-        pad = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
-        self.requests = Requests(
-            keys=request_keys(jnp.asarray(np.array([*seeds, *[0] * empty], np.uint32))),
-            sampling=make_sampling(
-                slots, vocab_size=vocab, **{name: [*values, *[pad[name]] * empty] for name, values in settings.items()}
-            ),
-            # A few entries for everyone, so that the number of stop tokens is no shape of its own.
-            stop_ids=jnp.tile(
-                jnp.asarray([*stops, *[-1] * (-len(stops) % _STOP_STEP or _STOP_STEP)], jnp.int32), (slots, 1)
-            ),
-            prompt_lengths=jnp.asarray([*map(len, prompts), *[0] * empty], jnp.int32),
-            budgets=jnp.asarray([*budgets, *[0] * empty], jnp.int32),
-            threshold=jnp.float32(threshold),
-        )
+        weights = Weights(target.params, target.tables, None if drafter is None else drafter.params)
+        self.programs = CompiledSteps(steps, weights, threshold, np.ones(1, np.float32))
         self.compile_before = PROGRAMS.seconds
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.history: list[list[Round]] = [[] for _ in prompts]
-        self.reasons = [FinishReason.LENGTH if b < 1 else FinishReason.UNFINISHED for b in budgets]
-        self.first_gaps = [float("inf")] * len(prompts)
-
-    def run(self, on_progress: Callable[[int, int], None] | None) -> list[Generation]:
-        """Prefill, then rounds until every request has ended."""
-        state = self._program("init", lambda requests: self.rounds.init(requests), (), self.requests)
-        started = time.perf_counter()
-        compiled = PROGRAMS.seconds
-        state = self._prefill(state)
-        prefill = time.perf_counter() - started - (PROGRAMS.seconds - compiled)
-        started, compiled, count = time.perf_counter(), PROGRAMS.seconds, 0
-        while any(r == FinishReason.UNFINISHED for r in self.reasons):
-            state = self._round(state)
-            count += 1
-            if on_progress is not None:
-                ended = sum(r != FinishReason.UNFINISHED for r in self.reasons)
-                on_progress(sum(map(len, self.tokens)), ended)
-        decode = time.perf_counter() - started - (PROGRAMS.seconds - compiled)
-        timings = Timings(prefill=prefill, decode=decode, compile=PROGRAMS.seconds - self.compile_before, rounds=count)
-        return [
-            Generation(
-                prompt=tuple(prompt),
-                tokens=tuple(self.tokens[i]),
-                finish_reason=FINISH_NAMES[self.reasons[i]],
-                rounds=tuple(self.history[i]),
-                first_top2_gap=self.first_gaps[i],
-                timings=timings,
-            )
-            for i, prompt in enumerate(self.prompts)
-        ]
-
-    def _program(self, name: Any, function: Callable[..., Any], donate: tuple[int, ...], *args: Any) -> Any:
-        return PROGRAMS.get((self.rounds, name), function, donate, *args)(*args)
-
-    def _prefill(self, state: DecodeState) -> DecodeState:
-        longest = max(map(len, self.prompts), default=0)
-        begin = 0
-        for chunk in buckets.cut(PREFILL_LADDER, longest):
-            width = buckets.pick(PREFILL_LADDER, chunk, "prompt chunk")
-            tokens, counts = np.zeros((self.slots, width + 1), np.int32), np.zeros(self.slots, np.int32)
-            for i, prompt in enumerate(self.prompts):
-                part = prompt[begin : begin + chunk + 1]
-                tokens[i, : len(part)], counts[i] = part, min(len(part), chunk)
-            begin += chunk
-            state, report = self._program(
-                "prefill", self.rounds.prefill, (2,), self.weights, self.requests, state, tokens, counts
-            )
-            self._record(jax.device_get(report), None, first=True)
-        return state
-
-    def _round(self, state: DecodeState) -> DecodeState:
-        if self.rounds.drafter is None:
-            verify = functools.partial(self.rounds.verify, width=1)
-            state, report = self._program(("verify", 1), verify, (2,), self.weights, self.requests, state, None, None)
-            self._record(jax.device_get(report), None)
-            return state
-        propose = functools.partial(self.rounds.propose, block_size=self.block)
-        state, proposal, keep = self._program(
-            ("propose", self.block), propose, (2,), self.weights, self.requests, state
+        empty, self.memory = self.programs.init()
+        # Everyone is admitted at once, which takes no program. The last request also stands in slots that stay empty:
+        # without a prompt nothing runs there.
+        seated = [*requests, *[requests[-1]] * (slots - len(requests))]
+        sampling = {name: jnp.asarray(np.stack([r.settings[name] for r in seated])) for name in requests[0].settings}
+        # A few entries for everyone, so that the number of stop tokens is no shape of its own.
+        padded = [*stops, *[-1] * (-len(stops) % _STOP_STEP or _STOP_STEP)]
+        self.slots = dataclasses.replace(
+            empty,
+            keys=request_keys(jnp.asarray(np.array([r.seed for r in seated], np.uint32))),
+            sampling=Sampling(**sampling, mode=self.mode),
+            stop_ids=jnp.tile(jnp.asarray(padded, jnp.int32), (slots, 1)),
+            budgets=jnp.asarray([r.budget for r in seated], jnp.int32),
         )
-        # Where the width depends on this round's values, and only there, the host waits for them.
-        width = self.block + 1
-        if self.threshold > 0 or not self.rounds.drafter.fills_blocks:
-            longest = int(np.max(jax.device_get(keep))) + 1
-            width = buckets.pick(buckets.rungs(self.block + 1, first=1, ratio=1.5), longest, "verify width")
-        verify = functools.partial(self.rounds.verify, width=width, diagnostics=self.diagnostics)
-        confidence = proposal.confidence_logits
-        state, report = self._program(
-            ("verify", width, self.diagnostics), verify, (2,), self.weights, self.requests, state, proposal, keep
-        )
-        report, confidence = jax.device_get((report, confidence))
-        self._record(report, confidence)
-        return state
 
-    def _record(self, report: Report, confidence: np.ndarray | None, first: bool = False) -> None:
-        """Append one program's report to the requests that were running."""
-        for i, reason in enumerate(self.reasons):
-            if reason != FinishReason.UNFINISHED or (first and not report.count[i]):
+    def run(self, progress: Callable[[], None]) -> list[Generation]:
+        """Run the prompts, then rounds until every request has ended; `progress` is called after every round."""
+        started = _clock()
+        self._prefill()
+        prefill = _clock() - started
+        started, rounds = _clock(), 0
+        while any(r.finish_reason is None for r in self.requests):
+            self._round()
+            rounds += 1
+            progress()
+        timings = Timings(prefill, _clock() - started, PROGRAMS.seconds - self.compile_before, rounds)
+        return [_generation(request, timings) for request in self.requests]
+
+    def _prefill(self) -> None:
+        """Run the prompts one after another, each of which draws its first token."""
+        reports: list[tuple[int, Report]] = []
+        for slot, request in enumerate(self.requests):
+            if request.budget == 0:
+                request.finish("length")
                 continue
-            self.tokens[i] += [int(t) for t in report.tokens[i, : report.count[i]]]
-            self.reasons[i] = FinishReason(int(report.reason[i]))
-            if first:
-                self.first_gaps[i] = float(report.top2_gap[i])
-                continue
-            extra = self._diagnostics(report, confidence, i) if self.diagnostics else {}
-            probability = None if confidence is None else 1 / (1 + np.exp(-confidence[i].astype(np.float64)))
-            self.history[i].append(
-                Round(
-                    proposed=int(report.proposed[i]),
-                    accepted=int(report.accepted[i]),
-                    accepted_raw=int(report.accepted_raw[i]),
-                    emitted=int(report.count[i]),
-                    stopped=bool(report.stopped[i]),
-                    confidences=None if probability is None else tuple(float(p) for p in probability),
-                    top2_gap=float(report.top2_gap[i]),
-                    **extra,
-                )
-            )
+            for count in buckets.cut(CHUNK_LADDER, len(request.prompt)):
+                width = buckets.pick(CHUNK_LADDER, count, "prompt chunk")
+                chunk = prompt_chunk(request.prompt, slot, request.cursor, width)
+                request.cursor += count
+                report = self._step(None, chunk, rows=0)
+            reports.append((slot, report))
+        for slot, report in reports:
+            self.requests[slot].take(jax.device_get(report), slot, first=True)
 
-    @staticmethod
-    def _diagnostics(report: Report, confidence: np.ndarray | None, i: int) -> dict[str, tuple[float, ...]]:
-        found = {"confidence_logits": None if confidence is None else confidence[i]}
-        if report.accept_rates is not None:
-            found["accept_rates"] = report.accept_rates[i, : report.proposed[i]]
-        return {name: tuple(map(float, values)) for name, values in found.items() if values is not None}
+    def _round(self) -> None:
+        """Draft and verify in every slot that runs."""
+        draft, rows = None, self.row_ladder[-1]
+        running = [(slot, request) for slot, request in enumerate(self.requests) if request.finish_reason is None]
+        if self.programs.steps.drafter is not None:
+            self.memory, draft = self.programs.propose(self.slots, self.memory, self.mode, 0)
+            # Where the number of rows depends on this round's values, and only there, the host waits for them.
+            if self.waits:
+                kept = int(np.sum(jax.device_get(draft.keep)))
+                rows = buckets.pick(self.row_ladder, len(running) + kept, "rows")
+        report = jax.device_get(self._step(draft, None, rows))
+        for slot, request in running:
+            request.take(report, slot, first=False)
 
-
-def _prompt_ids(target: Target, prompt: Prompt, index: int) -> list[int]:
-    ids = token_ids(target, prompt, index)
-    if len(ids) >= target.config.max_position:
-        raise ValueError(
-            f"prompt {index} has {len(ids)} tokens; the target's context of {target.config.max_position} leaves no "
-            "room for an answer: shorten it"
+    def _step(self, draft: Draft | None, chunk: Chunk | None, rows: int) -> Report:
+        self.slots, self.memory, report = self.programs.step(
+            self.slots, self.memory, self.mode, draft, chunk, rows, self.diagnostics and draft is not None
         )
-    return ids
+        return report
+
+
+def _clock() -> float:
+    """Seconds of a clock that stands still while programs are compiled."""
+    return time.perf_counter() - PROGRAMS.seconds
+
+
+def _generation(request: Request, timings: Timings) -> Generation:
+    assert request.finish_reason is not None  # else its batch would go on
+    return Generation(
+        prompt=tuple(request.prompt),
+        tokens=tuple(request.tokens),
+        finish_reason=request.finish_reason,
+        rounds=tuple(request.rounds),
+        first_top2_gap=request.first_gap,
+        timings=timings,
+    )
 
 
 def _each(name: str, value: PerPrompt, count: int) -> list[Any]:

@@ -99,14 +99,21 @@ def _round(report: Report, slot: int) -> Round:
     if report.confidence is not None:
         probability = 1 / (1 + np.exp(-np.asarray(report.confidence[slot], np.float64)))
         confidences = tuple(float(p) for p in probability)
+    proposed = int(report.proposed[slot])
+    diagnostics: dict[str, tuple[float, ...]] = {}
+    if report.accept_rates is not None:
+        diagnostics["accept_rates"] = tuple(float(r) for r in report.accept_rates[slot, :proposed])
+        if report.confidence is not None:
+            diagnostics["confidence_logits"] = tuple(float(x) for x in report.confidence[slot])
     return Round(
-        proposed=int(report.proposed[slot]),
+        proposed=proposed,
         accepted=int(report.accepted[slot]),
         accepted_raw=int(report.accepted_raw[slot]),
         emitted=int(report.count[slot]),
         stopped=bool(report.stopped[slot]),
         confidences=confidences,
         top2_gap=float(report.top2_gap[slot]),
+        **diagnostics,
     )
 
 
@@ -139,9 +146,11 @@ def check_request(
     """
     ids = token_ids(target, prompt, number)
     if len(ids) >= context:
+        whole_context = context == target.config.max_position
         raise ValueError(
-            f"prompt {number} has {len(ids)} tokens; a context of {context} leaves no room for an answer: shorten it, "
-            "or give the engine a larger max_length"
+            f"prompt {number} has {len(ids)} tokens; {'the target' if whole_context else 'the engine'}'s context of "
+            f"{context} leaves no room for an answer: shorten it"
+            + ("" if whole_context else ", or give the engine a larger max_length")
         )
     stops = tuple(target.stop_token_ids if stop_token_ids is None else stop_token_ids)
     if len(stops) > MAX_STOP_TOKENS:

@@ -1,4 +1,4 @@
-"""What the engine's programs take and give: the slots, their memory, requests and prompt chunks, drafts and reports."""
+"""What the device programs take and give: weights, slots, their memory, requests and prompt chunks, drafts, reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.nn.attention import KVCache
-from dspark_jax.types import Proposal, Sampling
+from dspark_jax.types import Params, Proposal, Sampling, TargetTables
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of both models: arguments of every program, never closures.
+
+    Attributes:
+        target: decoder parameters of the target.
+        tables: its embedding and head.
+        draft: drafter parameters; None for plain decoding.
+    """
+
+    target: Params
+    tables: TargetTables
+    draft: Params | None
 
 
 @struct.dataclass
@@ -115,7 +130,7 @@ class Limits:
 
 @struct.dataclass
 class Report:
-    """What the host reads of a step, two steps later.
+    """What the host reads of a step.
 
     Attributes:
         tokens: committed tokens, left-aligned, `[S, W]`.
@@ -125,6 +140,8 @@ class Report:
         top2_gap: smallest gap of the two largest target logits over the rows that decided a committed token.
         confidence: confidence logits of the whole block, `[S, G]`; None without the head.
         survival: of the whole block; None without a confidence head.
+        accept_rates: analytic accept rate of each draft token, meaningless where it was not verified; None unless asked
+            for.
     """
 
     tokens: Int[Array, "S W"]
@@ -137,3 +154,4 @@ class Report:
     top2_gap: Float[Array, "S"]
     confidence: Float[Array, "S G"] | None
     survival: Float[Array, "S G"] | None
+    accept_rates: Float[Array, "S L"] | None

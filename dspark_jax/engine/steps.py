@@ -1,4 +1,4 @@
-"""The device programs of continuous batching: admission, proposal, and steps over anchors, drafts and a prompt chunk.
+"""The device programs of decoding: admission, proposal, and steps over anchors, drafts and a prompt chunk.
 
 All are pure functions of (parameters, state, inputs) with static shapes. The host picks shapes and reads reports; what
 a request's text depends on (seed, settings, budget, stop tokens, lengths) lives on the device.
@@ -15,10 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.contract import DrafterFunctions
-from dspark_jax.engine.rounds import Weights, no_drafts, top2_gap
-from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots
+from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots, Weights
 from dspark_jax.nn.attention import RaggedPlan, make_plan
 from dspark_jax.sampling import request_keys
+from dspark_jax.spec.calibration import accept_rates
 from dspark_jax.spec.schedule import fill_capacity, greedy_lengths, survival
 from dspark_jax.spec.verify import commit_tokens, confidence_cut, is_stop, leading, verify_rows
 from dspark_jax.target.transformer import create_caches, forward_ragged
@@ -165,6 +165,7 @@ class Steps:
         chunk: Chunk | None,
         *,
         rows: int,
+        diagnostics: bool = False,
     ) -> tuple[Slots, Memory, Report]:
         """Run anchors, kept drafts and a prompt chunk through the target at once; verify, commit, extend the drafter.
 
@@ -173,8 +174,9 @@ class Steps:
             draft: what `propose` gave for the same state; None for plain decoding and for `rows` = 0.
             chunk: part of a prompt; None for none.
             rows: rows for anchors and drafts (static); 0 runs the chunk alone. A slot whose rows do not fit waits.
+            diagnostics: report analytic accept rates of the drafts too (static), for one more pass over the vocabulary.
         """
-        decode, row_of, active, proposal = self._decode_rows(slots, self._kept(draft), rows)
+        decode, row_of, active, proposal = self._decode_rows(slots, self._kept(draft, rows), rows)
         plan = self._plan(decode, chunk, proposal.tokens.shape[1] + 1)
         taps = () if self.drafter is None else self.drafter.tap_ids
         features, caches = forward_ragged(
@@ -204,6 +206,9 @@ class Steps:
             state = self.drafter.extend(weights.draft, weights.tables, state, plan, features, following, lengths)
         gaps = jnp.take(top2_gap(logits), ask.row_of, mode="fill", fill_value=jnp.inf)
         gaps = jnp.where(jnp.arange(gaps.shape[1]) < commit.count[:, None], gaps, jnp.inf)
+        rates = None
+        if diagnostics:
+            rates = accept_rates(jnp.take(logits, ask.row_of, axis=0, mode="clip"), proposal, slots.sampling)
         report = Report(
             tokens=commit.tokens,
             count=commit.count,
@@ -215,6 +220,7 @@ class Steps:
             top2_gap=jnp.min(gaps, axis=1),
             confidence=None if draft is None else draft.proposal.confidence_logits,
             survival=None if draft is None else draft.survival,
+            accept_rates=rates,
         )
         slots = dataclasses.replace(
             slots,
@@ -225,14 +231,14 @@ class Steps:
         )
         return slots, Memory(caches, state), report
 
-    def _kept(self, draft: Draft | None) -> Proposal:
-        """The part of the drafts that may be verified."""
+    def _kept(self, draft: Draft | None, rows: int) -> Proposal:
+        """The part of the drafts that may be verified: no slot has more rows than there are."""
         if draft is None:
-            return no_drafts(self.slots)
-        proposal = draft.proposal
+            return Proposal(jnp.zeros((self.slots, 0), jnp.int32), None, None, jnp.zeros((self.slots,), jnp.int32))
+        proposal, limit = draft.proposal, min(self.limit, max(rows - 1, 0))
         return Proposal(
-            tokens=proposal.tokens[:, : self.limit],
-            probs=None if proposal.probs is None else proposal.probs[:, : self.limit],
+            tokens=proposal.tokens[:, :limit],
+            probs=None if proposal.probs is None else proposal.probs[:, :limit],
             confidence_logits=None,
             num_valid=draft.keep,
         )
@@ -314,3 +320,11 @@ class Steps:
         at_end = chunk.ends & (jnp.arange(chunk.tokens.shape[0] - 1) == chunk.count - 1)
         drawn = jnp.take(result.next_token, chunk.slot, mode="clip")
         return jnp.concatenate([following, jnp.where(at_end, drawn, chunk.tokens[1:])])
+
+
+def top2_gap(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+    """Gap of the two largest logits."""
+    best = jnp.max(logits, axis=-1)
+    at = jnp.argmax(logits, axis=-1)
+    rest = jnp.where(jnp.arange(logits.shape[-1]) == at[..., None], -jnp.inf, logits)
+    return best - jnp.max(rest, axis=-1)

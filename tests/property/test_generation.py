@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,10 +12,11 @@ import pytest
 from random_models import KINDS, UNTRAINED, VOCAB, random_drafter, random_target
 
 from dspark_jax.engine import generate as engine
+from dspark_jax.engine.compiled import CompiledSteps, prompt_chunk
 from dspark_jax.engine.generate import generate
 from dspark_jax.engine.programs import PROGRAMS
-from dspark_jax.engine.rounds import Requests, Rounds, Weights
-from dspark_jax.sampling import make_sampling, request_keys
+from dspark_jax.engine.state import Draft, Weights
+from dspark_jax.engine.steps import Steps
 from dspark_jax.target.transformer import forward_rows
 from dspark_jax.types import Proposal
 
@@ -85,6 +87,22 @@ def test_thresholds_change_the_drafts_but_not_the_text():
     assert proposed[0] > proposed[1] > proposed[2] == 0
 
 
+def test_the_rows_of_a_round_follow_what_is_kept(monkeypatch):
+    """Alone, a round runs the anchor and the drafts that are kept: rungs for blocks of four hold every number."""
+    ran = []
+
+    def step(self, slots, memory, mode, draft, chunk, rows, diagnostics=False, step=CompiledSteps.step):
+        ran.append(rows)
+        return step(self, slots, memory, mode, draft, chunk, rows, diagnostics)
+
+    monkeypatch.setattr(CompiledSteps, "step", step)
+    for threshold in (0.0, 0.55):
+        ran.clear()
+        (result,) = speculate("vanilla", PROMPTS[:1], BUDGETS[0], batch_size=1, confidence_threshold=threshold)
+        assert ran == [0, *(r.proposed + 1 for r in result.rounds)]
+        assert all(r.proposed == 4 for r in result.rounds) == (threshold == 0)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "eagle3", *UNTRAINED])
 def test_br21_mixed_temperatures_keep_greedy_rows_greedy(kind):
     """Temperatures 0, 1e-6 and 9.9e-6 beside sampled rows decode the plain greedy text."""
@@ -123,30 +141,33 @@ def verified_run(width):
 
     Returns the text of every row and its caches over all positions that were run.
     """
-    rounds = Rounds(target=TARGET.config, drafter=None, dtype=jnp.float32, max_length=40, context=64)
-    weights = Weights(TARGET.params, TARGET.tables, None)
-    fill = lambda value: jnp.full(3, value, jnp.int32)
-    requests = Requests(
-        keys=request_keys(jnp.zeros(3, jnp.uint32)), sampling=make_sampling(3, vocab_size=VOCAB, temperature=0.0),
-        stop_ids=jnp.full((3, 1), -1), prompt_lengths=fill(PROMPT), budgets=fill(NEW), threshold=jnp.float32(0),
+    steps = Steps(
+        target=TARGET.config, drafter=None, dtype=jnp.float32, slots=3, max_length=40, context=64, policy="fixed",
+        limit=width - 1, block_size=width - 1,
     )  # fmt: skip
-    prompt = jnp.asarray([PROMPTS[3][: PROMPT + 1]] * 3, jnp.int32)
-    state, report = jax.jit(rounds.prefill)(weights, requests, rounds.init(requests), prompt, fill(PROMPT))
-    verify = jax.jit(functools.partial(rounds.verify, width=width))
-    texts = [[int(t)] for t in report.tokens[:, 0]]
+    weights = Weights(TARGET.params, TARGET.tables, None)
+    slots, memory = steps.init(VOCAB, num_stops=1)
+    slots = dataclasses.replace(slots, budgets=jnp.full(3, NEW, jnp.int32))
+    texts: list[list[int]] = []
+    prefill, verify = (jax.jit(functools.partial(steps.step, rows=rows)) for rows in (0, 3 * width))
+    for slot in range(3):
+        chunk = prompt_chunk(PROMPTS[3][:PROMPT], slot, 0, PROMPT)
+        slots, memory, report = prefill(weights, slots, memory, None, chunk)
+        texts.append([int(report.tokens[slot, 0])])
     known = None if width == 1 else verified_run(1)[0][0]
-    while not np.all(np.asarray(state.done)):
-        proposal = None
+    while not np.all(np.asarray(slots.done)):
+        draft = None
         if known is not None:
             drafts = np.array([(known[len(t) :] + [0] * width)[: width - 1] for t in texts], np.int32)
             right = np.array([0, (width - 1) // 2, width - 1])
             drafts = np.where(np.arange(width - 1) < right[:, None], drafts, (drafts + 1) % VOCAB)
-            proposal = Proposal(jnp.asarray(drafts), None, None, fill(width - 1))
-        state, report = verify(weights, requests, state, proposal, None)
+            keep = jnp.full(3, width - 1, jnp.int32)
+            draft = Draft(Proposal(jnp.asarray(drafts), None, None, keep), keep, None)
+        slots, memory, report = verify(weights, slots, memory, draft, None)
         for text, tokens, count in zip(texts, np.asarray(report.tokens), np.asarray(report.count), strict=True):
             text += [int(t) for t in tokens[:count]]
     run = PROMPT + NEW - 1  # the last token has not been run
-    return texts, [np.asarray(x)[:, :, :run] for cache in state.caches for x in (cache.k, cache.v)]
+    return texts, [np.asarray(x)[:, :, :run] for cache in memory.caches for x in (cache.k, cache.v)]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -175,7 +196,7 @@ def test_br30_one_drafter_object_serves_long_then_short_prompts():
 def test_a_prompt_in_chunks_drafts_like_a_prompt_at_once(kind, monkeypatch):
     """The last token of a chunk is followed by the first of the next, for drafters that pair them."""
     at_once = speculate(kind, [PROMPTS[2]], 15)
-    monkeypatch.setattr(engine, "PREFILL_LADDER", (4,))
+    monkeypatch.setattr(engine, "CHUNK_LADDER", (4,))
     in_chunks = speculate(kind, [PROMPTS[2]], 15)
     assert_same_text(in_chunks, at_once)
     assert [r.accepted for r in in_chunks[0].rounds] == [r.accepted for r in at_once[0].rounds]
@@ -183,7 +204,7 @@ def test_a_prompt_in_chunks_drafts_like_a_prompt_at_once(kind, monkeypatch):
 
 def test_br36_prompts_around_the_rungs(monkeypatch):
     """Lengths 1..33 on rungs 16 and 32: two prefill programs, the unpadded answer, and no compilation ever after."""
-    monkeypatch.setattr(engine, "PREFILL_LADDER", (16, 32))
+    monkeypatch.setattr(engine, "CHUNK_LADDER", (16, 32))
     long = np.random.default_rng(3).integers(0, VOCAB, 33).tolist()
     prompts = [long[:n] for n in range(1, 34)]  # 33 runs as 32 + 1
     before = PROGRAMS.count
