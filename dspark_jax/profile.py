@@ -57,7 +57,9 @@ def table(profile: StepProfile) -> Table:
     for i, rows in enumerate(profile.rows):
         plain = f"{1e3 * profile.plain[i]:.1f}" if i < len(profile.plain) else ""
         result.add_row(f"{rows}", f"{1e3 * profile.step[i]:.1f}", plain, f"{1e3 * profile.curve.seconds(rows):.1f}")
-    result.caption = f"drafting: {1e3 * profile.propose:.1f} ms"
+    result.caption = (
+        f"drafting: {1e3 * profile.propose:.1f} ms; {profile.chunk} prompt tokens: {1e3 * profile.prompt:.1f} ms"
+    )
     return result
 
 

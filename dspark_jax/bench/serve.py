@@ -12,8 +12,9 @@ import numpy as np
 from rich.console import Console
 
 from dspark_jax.draft.loading import load_drafter
+from dspark_jax.engine.profile import StepProfile
 from dspark_jax.evaluation.figures import require_matplotlib
-from dspark_jax.evaluation.replay import load_traces, record_traces, replay, save_traces
+from dspark_jax.evaluation.replay import PromptCost, load_traces, record_traces, replay, save_traces
 from dspark_jax.evaluation.serving import (
     LoadSettings,
     ServingSystem,
@@ -67,14 +68,17 @@ class Replay:
     Attributes:
         traces: file that `bench serve --traces` wrote.
         curves: JSON with `round` and `plain`, each `{"buckets": [rows], "seconds": [seconds]}`.
-        concurrency: requests in flight.
+        measured: file that `bench serve --output` wrote, in place of `curves`: replays what was measured under the step
+            costs of that run, and shows both.
+        concurrency: requests in flight; with `measured`, those of that run.
         fixed: fixed verify lengths to compare with.
         steps: rounds to replay.
         output: JSON file for the numbers.
     """
 
     traces: Path
-    curves: Path
+    curves: Path | None = None
+    measured: Path | None = None
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     fixed: tuple[int, ...] = (1, 3, 5, 7)
     steps: int = 400
@@ -127,28 +131,93 @@ def bench_replay(command: Replay) -> dict[str, Any]:
     """The table of a replay.
 
     Raises:
-        FileNotFoundError: no such traces or curves.
-        ValueError: files of another kind.
+        FileNotFoundError: no such traces, curves or measured load.
+        ValueError: files of another kind, or not one of `curves` and `measured`.
     """
-    if not command.curves.exists():
-        raise FileNotFoundError(f"no cost curves at {command.curves}: write them as docs/serving.md describes")
-    traces, content = load_traces(command.traces), json.loads(command.curves.read_text())
-    if not isinstance(content, dict) or set(content) != {"round", "plain"}:
-        raise ValueError(f"{command.curves} must hold `round` and `plain`, each with `buckets` and `seconds`")
-    curve, plain = CostCurve.from_json(content["round"]), CostCurve.from_json(content["plain"])
-    policies: list[Policy] = [NoDraft(), *(Fixed(k) for k in command.fixed), Scheduled()]
+    traces = load_traces(command.traces)
+    policies: dict[str, Policy] = {"plain": NoDraft(), **{f"fixed {k}": Fixed(k) for k in command.fixed}}
+    policies["scheduled"] = Scheduled()
+    if command.curves is not None and command.measured is None:
+        conditions = _conditions(command.curves, command.concurrency)
+    elif command.measured is not None and command.curves is None:
+        conditions = _measured_conditions(command.measured)
+    else:
+        raise ValueError("give either --curves, costs of other hardware, or --measured, what `bench serve` wrote")
     points, sections = [], []
-    for concurrency in command.concurrency:
-        some = [replay(traces, p, curve, plain, concurrency=concurrency, steps=command.steps) for p in policies]
-        points += some
-        sections.append(
-            tuple((str(concurrency), p.policy, f"{p.throughput:.1f}", f"{p.user:.1f}", f"{p.budget:.1f}") for p in some)
-        )
+    for condition in conditions:
+        section = []
+        for name, policy in policies.items():
+            point = replay(
+                traces,
+                policy,
+                condition.round,
+                condition.plain,
+                concurrency=condition.concurrency,
+                prompt=condition.prompts.get(name),
+                steps=command.steps,
+            )
+            found = condition.throughput.get(name)
+            points.append({**dataclasses.asdict(point), "measured": found})
+            section.append(
+                (
+                    str(condition.concurrency),
+                    name,
+                    f"{point.throughput:.1f}",
+                    "–" if found is None else f"{found:.1f}",
+                    "–" if found is None else f"{point.throughput / found:.2f}",
+                    f"{point.user:.1f}",
+                    f"{point.budget:.1f}",
+                )
+            )
+        sections.append(tuple(section))
     grid = Grid(
         title="Replay",
-        note="Tokens a second under the given cost curves; the running of prompts is left out.",
-        header=("in flight", "policy", "tokens/s", "of one request", "rows a step"),
+        note="Tokens a second under the given cost curves; prompts count only where a measured load says their cost.",
+        header=("in flight", "policy", "tokens/s", "measured", "ratio", "of one request", "rows a step"),
         sections=tuple(sections),
     )
     table_console().print(rich_table(grid))
-    return {"points": [dataclasses.asdict(p) for p in points]}
+    return {"points": points}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Condition:
+    """Costs under which a load is replayed; what prompts cost and what was measured, by system, where that is known."""
+
+    concurrency: int
+    round: CostCurve
+    plain: CostCurve
+    prompts: dict[str, PromptCost] = dataclasses.field(default_factory=dict)
+    throughput: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def _conditions(path: Path, concurrency: tuple[int, ...]) -> list[_Condition]:
+    """Written curves, the same at every concurrency."""
+    if not path.exists():
+        raise FileNotFoundError(f"no cost curves at {path}: write them as docs/serving.md describes")
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or set(content) != {"round", "plain"}:
+        raise ValueError(f"{path} must hold `round` and `plain`, each with `buckets` and `seconds`")
+    curve, plain = CostCurve.from_json(content["round"]), CostCurve.from_json(content["plain"])
+    return [_Condition(c, curve, plain) for c in concurrency]
+
+
+def _measured_conditions(path: Path) -> list[_Condition]:
+    """The curves, prompts and outcomes of a measured load."""
+    if not path.exists():
+        raise FileNotFoundError(f"no measured load at {path}: write one with `bench serve --output`")
+    content = json.loads(path.read_text()).get("results", {})
+    if not {"profiles", "points", "rows"} <= set(content):
+        raise ValueError(f"{path} is no measured load: expected what `bench serve --output` writes")
+    conditions = []
+    for concurrency, values in content["profiles"].items():
+        profile, count = StepProfile.from_json(values, path), int(concurrency)
+        some = [p for p in content["points"] if p["concurrency"] == count]
+        prompts = {}
+        for name in {p["system"] for p in some}:
+            sums = [(p["prompt_steps"], p["tokens"], len(p["request_rates"])) for p in some if p["system"] == name]
+            steps, tokens, requests = np.sum(sums, axis=0)
+            prompts[name] = PromptCost(seconds=profile.prompt * steps / requests, tokens=tokens / requests)
+        rates = {r["system"]: r["throughput"] for r in content["rows"] if r["concurrency"] == count}
+        conditions.append(_Condition(count, profile.curve, profile.plain_curve, prompts, rates))
+    return conditions

@@ -20,6 +20,7 @@ import numpy as np
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.probing import Probing
 from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
 from dspark_jax.engine.state import Chunk, Draft, Report, Weights
@@ -27,8 +28,6 @@ from dspark_jax.engine.steps import PolicyKind, Steps
 from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
 from dspark_jax.target.loading import Target
 
-PROBE_EVERY = 16
-"""Policy `scheduled` drafts at least once in so many steps, also where plain decoding is faster."""
 _LENGTH_STEP = 128
 
 
@@ -117,7 +116,7 @@ class Engine:
             self.policy.c if isinstance(self.policy, Threshold) else 0.0,
             seconds,
         )
-        self.undrafted = 0
+        self.probing = Probing()
         self.statistics = Statistics()
         self.queue: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * slots
@@ -286,6 +285,7 @@ class Engine:
         self.statistics.rows += rows + (0 if chunk is None else chunk.tokens.shape[0] - 1)
         self.statistics.verify_budget += rows
         self.statistics.verify_steps += rows > 0
+        self.statistics.prompt_steps += chunk is not None
         return True
 
     def _draft(self, mode: str, running: list[Request], ladder: tuple[int, ...]) -> tuple[Draft | None, int]:
@@ -300,12 +300,11 @@ class Engine:
             # A request without a report of its own yet is taken for the mean of the others, the first for certain.
             usual = np.mean(known, axis=0) if known else np.ones(steps.block_size)
             old = np.stack([usual if r.survival is None else r.survival for r in running])
-            capacity = choose_capacity(old[:, : steps.limit], len(running), self.curve, plain=self.plain)
-            # Now and then a block is drafted all the same: without one there are no confidences to go by.
-            self.undrafted = 0 if capacity or self.undrafted == PROBE_EVERY else self.undrafted + 1
-            if self.undrafted:
+            old = old[:, : steps.limit]
+            capacity = choose_capacity(old, len(running), self.curve, plain=self.plain)
+            if self.probing.skips(pays=capacity > 0):
                 return None, buckets.pick(ladder, len(running), "rows")
-            capacity = capacity or len(running)
+            capacity = capacity or choose_capacity(old, len(running), self.curve)
         rows = buckets.pick(ladder, min(capacity, full), "rows")
         self.memory, draft = self.programs.propose(self.slots, self.memory, mode, rows)
         if steps.policy in ("threshold", "greedy") or not steps.drafter.fills_blocks:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.draft.contract import Drafter
+from dspark_jax.engine.compiled import prompt_chunk
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.state import Draft, Report, Slots
 from dspark_jax.files import atomic_write, fingerprint
@@ -36,6 +37,8 @@ class StepProfile:
         step: seconds of a step that verifies drafts, by `rows`: target, verification, drafter's context.
         plain: seconds of a step without drafts, by those of `rows` that hold one anchor a slot at most.
         propose: seconds of drafting.
+        chunk: tokens of a prompt chunk.
+        prompt: seconds of a step that runs such a chunk and nothing else.
     """
 
     device: str
@@ -49,6 +52,8 @@ class StepProfile:
     step: tuple[float, ...]
     plain: tuple[float, ...]
     propose: float
+    chunk: int
+    prompt: float
 
     @property
     def curve(self) -> CostCurve:
@@ -81,7 +86,7 @@ class StepProfile:
         path = Path(path)
         if not path.exists():
             raise FileNotFoundError(f"there is no profile {path}: make one with `python -m dspark_jax.profile`")
-        profile = cls._read(json.loads(path.read_text()), path)
+        profile = cls.from_json(json.loads(path.read_text()), path)
         here = {**_machine(), "target": _target_fingerprint(target), "drafter": fingerprint(drafter.params)}
         wrong = [f"{k} {getattr(profile, k)!r} (here: {v!r})" for k, v in here.items() if getattr(profile, k) != v]
         if wrong and not force:
@@ -92,7 +97,12 @@ class StepProfile:
         return profile
 
     @classmethod
-    def _read(cls, content: Mapping[str, Any], path: Path) -> StepProfile:
+    def from_json(cls, content: Mapping[str, Any], path: Path) -> StepProfile:
+        """What `save` wrote, or `bench serve`; `path` is named in errors.
+
+        Raises:
+            ValueError: other content.
+        """
         names = {f.name for f in dataclasses.fields(cls)}
         if set(content) != names:
             raise ValueError(f"{path} has keys {sorted(content)}, a step profile has {sorted(names)}")
@@ -108,6 +118,8 @@ def measure_profile(
     context: int,
     repeats: int = 5,
     ladder: tuple[int, ...] | None = None,
+    max_length: int | None = None,
+    chunk: int = 64,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepProfile:
     """Time the engine's own programs on slots that hold `context` tokens each.
@@ -118,6 +130,8 @@ def measure_profile(
         context: tokens in every slot.
         repeats: timed repeats; the median counts.
         ladder: rows to measure; None takes the engine's default.
+        max_length: tokens a slot of that engine holds, which dense attention pays for; None takes what `context` needs.
+        chunk: tokens of a prompt chunk to measure.
         on_progress: called with (programs measured, programs in all).
 
     Returns:
@@ -129,12 +143,13 @@ def measure_profile(
     block = drafter.config.block_size
     if not 1 <= context < target.config.max_position - block:
         raise ValueError(f"context is {context}: the target has positions 1..{target.config.max_position - block - 1}")
+    length = max(max_length or 0, context + block + 1)
     engine = Engine(
-        target, drafter, slots=slots, max_length=context + block + 1, policy=Fixed(block), row_ladder=ladder
+        target, drafter, slots=slots, max_length=length, policy=Fixed(block), row_ladder=ladder, chunk_ladder=(chunk,)
     )
     bench = _Bench(engine, context, repeats)
     plain_rows = [r for r in engine.row_ladder if r <= engine.plain_rows]
-    total, done = 1 + len(engine.row_ladder) + len(plain_rows), 0
+    total, done = 2 + len(engine.row_ladder) + len(plain_rows), 0
 
     def count(value: float) -> float:
         nonlocal done
@@ -157,6 +172,8 @@ def measure_profile(
         step=step,
         plain=plain,
         propose=propose,
+        chunk=chunk,
+        prompt=count(bench.prompt(chunk)),
     )
 
 
@@ -199,6 +216,16 @@ class _Bench:
 
         # The program takes the slots' buffers: every call gets a copy.
         return self._median(lambda: jax.tree.map(jnp.copy, slots), call)
+
+    def prompt(self, width: int) -> float:
+        """Seconds of a step that runs a prompt chunk of so many tokens in slot 0, and nothing else."""
+        engine, chunk = self.engine, prompt_chunk([0] * width, 0, 0, width)
+
+        def call(fresh: Slots) -> Report:
+            _, engine.memory, report = engine.programs.step(fresh, engine.memory, "greedy", None, chunk, 0)
+            return report
+
+        return self._median(lambda: jax.tree.map(jnp.copy, self.slots), call)
 
     def _median(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> float:
         times = []

@@ -109,6 +109,7 @@ class Statistics:
         tokens: tokens committed.
         verify_budget: rows of anchors and drafts, over steps that had any.
         verify_steps: steps that had any.
+        prompt_steps: steps that carried a prompt chunk.
         plan_seconds: host time of planning and dispatching.
         wait_seconds: host time spent waiting for a report (or, where a policy asks for it, for confidences).
     """
@@ -121,6 +122,7 @@ class Statistics:
     tokens: int = 0
     verify_budget: int = 0
     verify_steps: int = 0
+    prompt_steps: int = 0
     plan_seconds: float = 0.0
     wait_seconds: float = 0.0
 

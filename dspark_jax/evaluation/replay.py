@@ -3,7 +3,7 @@
 A trace holds, for one answer, what the drafter predicted of every block and how much of the whole block was accepted.
 The replay walks many traces at once through the scheduler's own functions and adds up the seconds that a cost curve
 (measured here, or written down for another machine) says. Blocks keep their order; that a shorter verification would
-have moved the borders of later blocks is neglected, and so is the running of prompts.
+have moved the borders of later blocks is neglected. Prompts count where their cost is given, as steps of their own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.engine import PROBE_EVERY
 from dspark_jax.engine.generate import generate
+from dspark_jax.engine.probing import Probing
 from dspark_jax.engine.requests import Prompt
 from dspark_jax.files import atomic_write
 from dspark_jax.spec.schedule import (
@@ -57,6 +57,19 @@ class Trace:
     def survival(self) -> Float[np.ndarray, "N G"]:
         """Predicted probability that a draft token is reached and accepted."""
         return np.cumprod(self.confidence, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCost:
+    """What the prompts of a load cost.
+
+    Attributes:
+        seconds: to run one request's prompt.
+        tokens: of one request's answer.
+    """
+
+    seconds: float
+    tokens: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +162,7 @@ def replay(
     plain: CostCurve,
     *,
     concurrency: int,
+    prompt: PromptCost | None = None,
     steps: int = 400,
     seed: int = 0,
 ) -> ReplayPoint:
@@ -160,6 +174,7 @@ def replay(
         curve: seconds of a round that drafts, by rows; it must reach `concurrency` whole blocks.
         plain: seconds of a round that drafts nothing.
         concurrency: requests in flight, all of them always.
+        prompt: cost of running prompts; None leaves them out.
         steps: rounds to replay.
         seed: of the starting points.
 
@@ -182,6 +197,8 @@ def replay(
         tokens, drafts, accepted = tokens + concurrency + kept.sum(), drafts + lengths.sum(), accepted + kept.sum()
         for walk in walks:
             walk.step()
+    if prompt is not None:
+        seconds += tokens / prompt.tokens * prompt.seconds
     return ReplayPoint(
         policy=str(policy),
         concurrency=concurrency,
@@ -220,7 +237,7 @@ class _Decision:
     def __init__(self, policy: Policy, curve: CostCurve, plain: CostCurve, concurrency: int, block: int):
         self.policy, self.curve, self.plain, self.concurrency, self.block = policy, curve, plain, concurrency, block
         self.old: deque[np.ndarray] = deque(maxlen=LAG)
-        self.undrafted = 0
+        self.probing = Probing()
         self.active = np.ones(concurrency, bool)
         self.valid = np.full(concurrency, block, np.int32)
         limit = concurrency * (block + 1)
@@ -242,10 +259,9 @@ class _Decision:
             # Nothing has been seen before the first rounds: everything is taken to survive.
             old = self.old[0] if len(self.old) == LAG else np.ones_like(survival)
             capacity = choose_capacity(old, self.concurrency, self.curve, plain=self.plain)
-            self.undrafted = 0 if capacity or self.undrafted == PROBE_EVERY else self.undrafted + 1
-            if self.undrafted:
+            if self.probing.skips(pays=capacity > 0):
                 return nothing, self.plain.seconds(self.concurrency)
-            capacity = capacity or self.concurrency
+            capacity = capacity or choose_capacity(old, self.concurrency, self.curve)
             lengths = np.asarray(self.fill(survival, self.valid, self.active, capacity))
             self.old.append(survival)
         return lengths, self.curve.seconds(self.concurrency + int(lengths.sum()))

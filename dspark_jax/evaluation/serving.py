@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.profile import StepProfile, measure_profile
@@ -51,6 +52,7 @@ class LoadSettings:
         temperature: of every request; request i uses seed i.
         repeats: interleaved repeats.
         profile_context: tokens in every slot while step costs are measured.
+        chunk: prompt tokens of a step.
     """
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -60,6 +62,7 @@ class LoadSettings:
     temperature: float = 0.0
     repeats: int = 3
     profile_context: int = 128
+    chunk: int = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,7 @@ class LoadPoint:
         padding: share of rows that carried nothing.
         planning: share of the time the host spent planning and dispatching.
         compilations: programs compiled while the clock ran; anything but 0 spoils the measurement.
+        prompt_steps: steps that carried a prompt chunk.
     """
 
     system: str
@@ -90,6 +94,7 @@ class LoadPoint:
     padding: float
     planning: float
     compilations: int
+    prompt_steps: int
 
     @property
     def throughput(self) -> float:
@@ -134,7 +139,13 @@ def measure_load(
             if policy is None:
                 assert system.drafter is not None  # only drafts are scheduled
                 profile = profiles[concurrency] = measure_profile(
-                    target, system.drafter, slots=concurrency, context=settings.profile_context
+                    target,
+                    system.drafter,
+                    slots=concurrency,
+                    context=settings.profile_context,
+                    ladder=_ladder(Scheduled(), concurrency, system.drafter.config.block_size),
+                    max_length=settings.max_length,
+                    chunk=settings.chunk,
                 )
                 policy = Scheduled(profile.curve, profile.plain_curve)
             engines[system.name] = engine = Engine(
@@ -143,7 +154,10 @@ def measure_load(
                 slots=concurrency,
                 max_length=settings.max_length,
                 policy=policy,
-                row_ladder=_ladder(policy, concurrency),
+                row_ladder=_ladder(
+                    policy, concurrency, 0 if system.drafter is None else system.drafter.config.block_size
+                ),
+                chunk_ladder=(settings.chunk,),
             )
             engine.warm_up(("greedy",) if settings.temperature == 0 else ("plain",))
         for repeat in range(settings.repeats):
@@ -153,12 +167,17 @@ def measure_load(
     return points, profiles
 
 
-def _ladder(policy: Policy, concurrency: int) -> tuple[int, ...] | None:
-    """A system that verifies a fixed number of rows needs few programs; the scheduler wants a fine ladder."""
-    if isinstance(policy, (NoDraft, Fixed)):
-        width = 1 if isinstance(policy, NoDraft) else policy.k + 1
-        return tuple(sorted({max(1, concurrency * width // 2), concurrency * width}))
-    return None
+def _ladder(policy: Policy, concurrency: int, block: int = 0) -> tuple[int, ...]:
+    """Rows that steps of a closed loop are padded to: all slots are busy but for the first and last moments.
+
+    What verifies a fixed number of rows needs few programs; the scheduler wants a fine ladder.
+    """
+    if isinstance(policy, NoDraft):
+        return tuple(sorted({max(1, concurrency // 2), concurrency}))
+    if isinstance(policy, Fixed):
+        return tuple(sorted({max(1, concurrency * (policy.k + 1) // 2), concurrency * (policy.k + 1)}))
+    fine = buckets.rungs(concurrency * (block + 1), first=concurrency, ratio=1.25)
+    return tuple(sorted({max(1, concurrency // 2), *fine}))
 
 
 def _closed_loop(
@@ -210,6 +229,7 @@ def _closed_loop(
         padding=s.padding,
         planning=s.plan_seconds / seconds,
         compilations=compiled,
+        prompt_steps=s.prompt_steps,
     )
 
 

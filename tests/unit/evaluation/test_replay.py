@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_models import VOCAB, random_drafter, random_target
 
-from dspark_jax.evaluation.replay import Trace, load_traces, record_traces, replay, save_traces
+from dspark_jax.evaluation.replay import PromptCost, Trace, load_traces, record_traces, replay, save_traces
 from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Scheduled, Threshold
 
 BLOCK = 3
@@ -37,6 +37,14 @@ def test_fixed_lengths_by_hand():
     assert point.accepted_per_verified == pytest.approx(1.5 / 2)
     plain = replay([trace], NoDraft(), linear(1, 1.0, 0.5), linear(1, 0.5, 0.5), concurrency=1, steps=10)
     assert plain.throughput == pytest.approx(1.0) and np.isnan(plain.accepted_per_verified)
+
+
+def test_prompts_take_time_of_their_own():
+    """4 tokens an answer at a second each, and a prompt of 2 seconds before it."""
+    trace = Trace(np.full((1, BLOCK), 0.5), np.array([0], np.int32))
+    flat = linear(1, 1.0, 0.0)
+    point = replay([trace], NoDraft(), flat, flat, concurrency=1, steps=8, prompt=PromptCost(seconds=2.0, tokens=4.0))
+    assert point.throughput == pytest.approx(8 / (8 + 4))
 
 
 def test_thresholds_cut_where_the_confidence_falls():

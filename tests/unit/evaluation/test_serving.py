@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from random_models import VOCAB, random_drafter, random_target
 
+from dspark_jax.bench.serve import Replay, bench_replay
 from dspark_jax.engine.profile import StepProfile, measure_profile
+from dspark_jax.evaluation.replay import record_traces, replay, save_traces
 from dspark_jax.evaluation.serving import (
     LoadPoint,
     LoadSettings,
@@ -60,6 +62,24 @@ def test_every_system_serves_the_same_load(measured, tmp_path):
     assert all(path.stat().st_size > 1000 for path in write_load_plots(rows, tmp_path))
 
 
+def test_a_measured_load_is_replayed_beside_its_measurements(measured, tmp_path):
+    points, profiles, settings, _ = measured
+    traces = record_traces(TARGET, random_drafter("vanilla"), PROMPTS, max_new_tokens=6)
+    save_traces(traces, tmp_path / "traces.json")
+    (tmp_path / "load.json").write_text(json.dumps({"results": load_report(points, profiles, settings)}))
+    command = Replay(traces=tmp_path / "traces.json", measured=tmp_path / "load.json", fixed=(2,), steps=20)
+    found = {p["policy"]: p for p in bench_replay(command)["points"]}
+    assert [p["measured"] > 0 for p in found.values()] == [True] * 3
+    # A prompt takes time: a load of nothing but decoding is faster under the same costs.
+    decoding = replay(traces, NoDraft(), profiles[2].curve, profiles[2].plain_curve, concurrency=2, steps=20)
+    plain = next(p for p in found.values() if p["policy"] == str(NoDraft()))
+    assert plain["throughput"] < decoding.throughput
+    with pytest.raises(ValueError, match="either --curves"):
+        bench_replay(dataclasses.replace(command, measured=None))
+    with pytest.raises(FileNotFoundError, match="bench serve --output"):
+        bench_replay(dataclasses.replace(command, measured=tmp_path / "none.json"))
+
+
 def test_a_profile_belongs_to_its_machine_and_models(measured, tmp_path):
     profile, drafter = measured[1][2], random_drafter("vanilla")
     assert profile.rows[-1] == 2 * 5 and len(profile.plain) >= 2 and profile.propose > 0
@@ -82,7 +102,7 @@ def test_a_profile_belongs_to_its_machine_and_models(measured, tmp_path):
 
 
 def point(system, concurrency, repeat, throughput, user):
-    return LoadPoint(system, concurrency, repeat, int(throughput), 1.0, (user,), 1.0, 0, 0, 0.0, 0.0, 0)
+    return LoadPoint(system, concurrency, repeat, int(throughput), 1.0, (user,), 1.0, 0, 0, 0.0, 0.0, 0, 0)
 
 
 def test_ratios_compare_within_a_repeat_and_at_equal_speed():
