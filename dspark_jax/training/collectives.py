@@ -38,6 +38,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _GROUPS = re.compile(
     r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<first>[\d,]*)\}|mesh\[(?P<axes>[^\]]*)\][^{]*\{(?P<used>[^}]*)\})"
 )
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -82,12 +83,18 @@ def collectives(text: str) -> list[Collective]:
     """
     computations = _split(text)
     times = _executions(computations)
-    found = []
+    found, pieces = [], set()
     for name, lines in computations.items():
         for line in lines:
             match = _OPERATION.search(line)
             if match is None:
                 continue
+            # TPUs spread one exchange over several fusions, between which other work is done: all of one channel.
+            channel = _CHANNEL.search(line)
+            if channel and "fus" in name:
+                if channel[1] in pieces:
+                    continue
+                pieces.add(channel[1])
             kind = match["kind"]
             # TPUs write a reduce-scatter as a fusion of a sum and a slice.
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):

@@ -167,6 +167,14 @@ HloModule made_up
   ROOT %s = f32[4,4] dynamic-slice(%r, %i, %z), dynamic_slice_sizes={4,4}
 }
 
+%fused_computation.1 (p: bf16[2]) -> bf16[4] {
+  ROOT %begin = bf16[4] all-gather(%p), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+%async_collective_fusion.1 (p: bf16[2]) -> bf16[4] {
+  ROOT %end = bf16[4] all-gather(%p), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
 %body (s: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
   %g = (bf16[2,4]{1,0}, bf16[8,4]{1,0:T(8,128)(2,1)}) all-gather-start(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, \
 metadata={op_name="jit(f)/while/body/dot_general"}
@@ -181,14 +189,18 @@ metadata={op_name="jit(f)/while/body/dot_general"}
 ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
   %w = (s32[], bf16[8,4]) while(%t), condition=%condition, body=%body
   %v = (s32[], bf16[8,4]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %a = bf16[4] fusion(%q), kind=kCustom, calls=%fused_computation.1
+  %b = bf16[4] fusion(%a), kind=kCustom, calls=%async_collective_fusion.1
   %m = f32[3] all-reduce(%q), replica_groups=mesh['a'=2,'b'=4], device_ids=([8]T(0)) {'a','b'}, to_apply=%add
 }
 """
-    found = {x.kind: x for x in collectives(text)}
+    # An exchange in two pieces is one.
+    assert [str(x) for x in collectives(text) if x.shape == (4,)] == ["1 x all-gather bf16[4] among 2 ()"]
+    found = {x.kind: x for x in collectives(text) if x.shape != (4,)}
     assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     gather = found["all-gather"]
     assert (gather.dtype, gather.shape, gather.group, gather.times, gather.size) == ("bf16", (8, 4), 4, 7, 64)
     assert gather.where == "jit(f)/while/body/dot_general"
     assert (found["reduce-scatter"].group, found["reduce-scatter"].times) == (2, 7)
     assert (found["all-reduce"].shape, found["all-reduce"].group, found["all-reduce"].times) == ((3,), 8, 1)
-    assert total_bytes(collectives(text))["all-gather"] == (7, 7 * 64)
+    assert total_bytes(collectives(text))["all-gather"] == (1 + 7, 8 + 7 * 64)

@@ -1,0 +1,217 @@
+"""`python -m dspark_jax.compile --config configs/qwen3_4b_dspark.py --topology v5e:4x4 --mesh.fsdp 16`: does it fit?
+
+Builds a run's real train step over shapes alone (no weights, no data, no TPU), compiles it for a slice, and prints what
+it takes of every chip: memory, operations, exchanges between devices. Any field of the config can be overridden, as for
+`dspark_jax.train`. Exit status: 0 when the step fits, 1 with the reason when it does not, 2 for anything refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.config import DecoderConfig
+from dspark_jax.files import atomic_write
+from dspark_jax.huggingface import decoder_config, read_json
+from dspark_jax.sharding import create_mesh
+from dspark_jax.terminal import guarded, table_console
+from dspark_jax.training.abstract import KNOWN_TARGETS, AbstractStep, abstract_step, abstract_target, parameter_count
+from dspark_jax.training.collectives import collectives, total_bytes
+from dspark_jax.training.config import TrainConfig, load_config, to_json
+from dspark_jax.training.flops import model_flops, traced_flops
+from dspark_jax.training.tpu import GIB, Memory, chip_of, out_of_memory, program_memory, topology_devices
+
+EXIT_DOES_NOT_FIT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileCommand:
+    """Compile a run's train step for a TPU slice, without a TPU.
+
+    Arguments that are not listed here override fields of the config: `--mesh.fsdp 16 --num-anchors 256`.
+
+    Attributes:
+        config: the run's file.
+        topology: chip and shape of the slice: v5e:4x4, v6e:2x4, v5p:2x2x1, tpu7x:2x2x1, v4:2x2x1.
+        target_config: config.json of the target (Hugging Face), for targets that are not known by name.
+        output: write every number to this JSON file.
+        text: write the compiled program to this file.
+    """
+
+    config: Path
+    topology: str
+    target_config: Path | None = None
+    output: Path | None = None
+    text: Path | None = None
+
+
+def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
+    """Compile, print, write; returns the exit status."""
+    chip = chip_of(command.topology)
+    devices = topology_devices(command.topology)
+    mesh = create_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=devices)
+    if mesh.size < len(devices):
+        sizes = f"data {config.mesh.data} x fsdp {config.mesh.fsdp} x tensor {config.mesh.tensor}"
+        raise ValueError(f"mesh {sizes} leaves {len(devices) - mesh.size} of {len(devices)} devices idle: set --mesh.*")
+    target = abstract_target(config.target, target_shape(command, config), jnp.dtype(config.dtype))
+    step = abstract_step(config, target, mesh)
+    report: dict[str, Any] = {
+        "config": to_json(config),
+        "topology": command.topology,
+        "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
+        "capacity": chip.memory,
+        **program_facts(config, step, target.config, mesh.size),
+    }
+    console.print(introduction(report, config), highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    try:
+        compiled = step.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = out_of_memory(error)
+        if reason is None:
+            raise
+        report |= {"fits": False, "reason": reason}
+    else:
+        report |= measured(compiled, chip.memory)
+        if command.text:
+            with atomic_write(command.text, "w") as file:
+                file.write(compiled.as_text())
+    report["compile_seconds"] = time.monotonic() - began
+    for table in tables(report, chip.flops):
+        console.print(table)
+    for line in notes(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    if command.output:
+        with atomic_write(command.output, "w") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+    return 0 if report["fits"] else EXIT_DOES_NOT_FIT
+
+
+def target_shape(command: CompileCommand, config: TrainConfig) -> DecoderConfig:
+    """Shape of the run's target, from the given config.json or by name.
+
+    Raises:
+        ValueError: a name that is not known, and no config.json.
+    """
+    if command.target_config is not None:
+        return decoder_config(read_json(command.target_config), str(command.target_config))
+    if config.target not in KNOWN_TARGETS:
+        raise ValueError(
+            f"the shape of target {config.target!r} is not known (known are {', '.join(KNOWN_TARGETS)}): give its "
+            "config.json with --target-config"
+        )
+    return KNOWN_TARGETS[config.target]
+
+
+def program_facts(config: TrainConfig, step: AbstractStep, target: DecoderConfig, devices: int) -> dict[str, Any]:
+    """What is known before compilation: parameters, and operations of one device."""
+    needed = model_flops(config, target)
+    return {
+        "parameters": {
+            "drafter": parameter_count(step.state.params),
+            "target": 0 if step.target_params is None else parameter_count(step.target_params),
+            "tables": parameter_count(step.tables) // (2 if target.tie_word_embeddings else 1),
+        },
+        "flops": {
+            "model": {"target": needed.target, "drafter": needed.drafter, "loss": needed.loss},
+            "model_per_device": needed.total / devices,
+            "program_per_device": traced_flops(step.trace()) / devices,
+        },
+    }
+
+
+def measured(compiled: Any, capacity: int) -> dict[str, Any]:
+    """What the compiler says about its program."""
+    memory, cost = program_memory(compiled), compiled.cost_analysis() or {}
+    found = collectives(compiled.as_text())
+    fits = memory.peak <= capacity
+    return {
+        "fits": fits,
+        "reason": None if fits else f"peak of {memory.peak / GIB:.2f} GiB, the chip has {capacity / GIB:.0f}",
+        "memory": dataclasses.asdict(memory),
+        "compiler": {key: cost.get(key) for key in ("flops", "bytes accessed", "optimal_seconds")},
+        "collectives": [dataclasses.asdict(one) | {"bytes": one.size} for one in found],
+        "collective_totals": {kind: {"times": n, "bytes": size} for kind, (n, size) in total_bytes(found).items()},
+    }
+
+
+def introduction(report: dict[str, Any], config: TrainConfig) -> str:
+    """What is compiled, in one line."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
+    slots = "" if config.num_anchors is None else f", {config.num_anchors} anchors a row"
+    return (
+        f"{config.drafter.kind} for {config.target} on {report['topology']} ({mesh}): {config.batch_size} rows of "
+        f"{config.sequence_length} tokens in {config.accumulation} parts{slots}, {config.dtype}"
+    )
+
+
+def tables(report: dict[str, Any], peak_flops: float) -> list[Table]:
+    """The report as tables; memory and exchanges only where it compiled."""
+    facts = Table("per device", "", title="train step", title_justify="left")
+    for name, count in report["parameters"].items():
+        facts.add_row(f"parameters of the {name}, all devices", f"{count:,}")
+    if "memory" in report:
+        memory = Memory(**report["memory"])
+        for field in dataclasses.fields(memory):
+            facts.add_row(f"memory: {field.name}", f"{getattr(memory, field.name) / GIB:.2f} GiB")
+    facts.add_row("memory: of the chip", f"{report['capacity'] / GIB:.0f} GiB")
+    flops = report["flops"]
+    facts.add_row("operations the algorithm needs", f"{flops['model_per_device'] / 1e12:.2f} TFLOP")
+    share = flops["program_per_device"] / flops["model_per_device"]
+    facts.add_row("operations of the program", f"{flops['program_per_device'] / 1e12:.2f} TFLOP ({share:.2f} x)")
+    facts.add_row("seconds at the chip's peak", f"{flops['program_per_device'] / peak_flops:.2f}")
+    for key, value in report.get("compiler", {}).items():
+        if value is not None:
+            facts.add_row(f"compiler: {key.replace('_', ' ')}", f"{value:.4g}")
+    if "collective_totals" not in report:
+        return [facts]
+    exchanged = Table("collective", "times a step", "GB of results", title="between devices", title_justify="left")
+    for kind, total in report["collective_totals"].items():
+        exchanged.add_row(kind, f"{total['times']:,}", f"{total['bytes'] / 1e9:.3f}")
+    return [facts, exchanged]
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """How things are counted, and the verdict."""
+    lines = [
+        "Operations of the program: products as written, loops times their length, before a compiler removes or "
+        "repeats any. The compiler's own numbers count the body of a loop once, kernels as they declare themselves.",
+        "Times of collectives include the turns of loops; sizes are those of results on one device.",
+        f"Compiled in {report['compile_seconds']:.0f} s.",
+    ]
+    return [*lines, "It fits." if report["fits"] else f"It does not fit: {report['reason']}"]
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[CompileCommand, TrainConfig]:
+    """Read the command, and the config with what overrides it."""
+    command, rest = tyro.cli(
+        CompileCommand,
+        prog="python -m dspark_jax.compile",
+        args=arguments,
+        description=__doc__,
+        return_unknown_args=True,
+    )
+    return command, tyro.cli(TrainConfig, args=rest, default=load_config(command.config))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    # The host only traces; an accelerator it may have is left alone.
+    jax.config.update("jax_platforms", "cpu")
+    return guarded(lambda: run(*parse(arguments), table_console()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
