@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.bench.timing import seconds
 from dspark_jax.draft.contract import Drafter, chooser
 from dspark_jax.draft.heads import sample_block
 from dspark_jax.draft.loading import load_drafter
+from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.state import Draft, Limits, Memory, Slots, Weights
 from dspark_jax.engine.steps import Steps
-from dspark_jax.target.loading import load_target
+from dspark_jax.target.loading import Target, load_target
 from dspark_jax.types import Proposal
+
+ENGINE_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class Decode:
 
 
 def bench_decode(command: Decode) -> dict[str, Any]:
-    """Target steps over several widths, the proposal, and the sequential head alone."""
+    """Target steps over several widths, the proposal, the sequential head alone, and what the engine adds to a step."""
     target = load_target(command.target, dtype=jnp.float32)
     drafter = load_drafter(command.draft, target)
     block = drafter.config.block_size
@@ -104,7 +109,36 @@ def bench_decode(command: Decode) -> dict[str, Any]:
     if drafter.config.markov_rank:
         total = results["propose"]["median"] + results["verify"]["median"]
         results["sequential_head"] = _sequential_head(drafter, slots, vocab, total, command.repeats)
+    results["engine"] = _engine(target, command.context, rounds=5)
     return results
+
+
+def _engine(target: Target, context: int, rounds: int) -> dict[str, float]:
+    """Seconds a token of one request in the engine, and of its one-token step called in a bare loop, in turn."""
+    engine = Engine(target, None, slots=1, max_length=context)
+    engine.warm_up()
+    count = min(ENGINE_TOKENS, context - 2)
+    times: dict[str, list[float]] = {"engine": [], "bare": []}
+    for _ in range(rounds):
+        engine.submit([0], max_new_tokens=count + 1, stop_token_ids=())
+        stamps = [time.perf_counter() for event in engine.stream() if event.tokens]
+        times["engine"].append((stamps[-1] - stamps[0]) / count)
+        slots = dataclasses.replace(
+            engine.slots,
+            lengths=jnp.ones(1, jnp.int32),
+            emitted=jnp.zeros(1, jnp.int32),
+            budgets=jnp.full((1,), count + 1, jnp.int32),
+            done=jnp.zeros(1, bool),
+        )
+        memory = engine.memory
+        started = time.perf_counter()
+        for _ in range(count):
+            slots, memory, report = engine.programs.step(slots, memory, "greedy", None, None, 1)
+        jax.block_until_ready(report)
+        times["bare"].append((time.perf_counter() - started) / count)
+        engine.slots, engine.memory = dataclasses.replace(slots, done=jnp.ones(1, bool)), memory
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    return {**medians, "over_bare": medians["engine"] / medians["bare"]}
 
 
 def _sequential_head(drafter: Drafter, slots: Slots, vocab: int, total: float, repeats: int) -> dict[str, float]:
