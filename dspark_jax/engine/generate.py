@@ -19,6 +19,7 @@ from dspark_jax.engine.requests import Prompt, Request, check_request, whole
 from dspark_jax.engine.results import Generation, Timings
 from dspark_jax.engine.state import Chunk, Draft, Report, Weights
 from dspark_jax.engine.steps import Steps
+from dspark_jax.nn.paged import attention_backend
 from dspark_jax.sampling import request_keys
 from dspark_jax.target.loading import Target
 from dspark_jax.types import Sampling
@@ -138,6 +139,7 @@ class _Batch:
             policy="threshold" if threshold > 0 else "fixed",
             limit=block,
             block_size=block,
+            attention=attention_backend(),
         )
         weights = Weights(target.params, target.tables, None if drafter is None else drafter.params)
         self.programs = CompiledSteps(steps, weights, threshold, np.ones(1, np.float32))

@@ -7,7 +7,6 @@ from typing import Any
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dspark_jax.nn.attention import KVCache
 from dspark_jax.types import Params, Proposal, Sampling, TargetTables
 
 
@@ -56,11 +55,11 @@ class Memory:
     """The large part of the state, donated and updated in place.
 
     Attributes:
-        caches: the target's caches, one a layer.
+        caches: the target's caches, one a layer, of its attention backend.
         draft: the drafter's state; None for plain decoding.
     """
 
-    caches: tuple[KVCache, ...]
+    caches: tuple[Any, ...]
     draft: Any
 
 

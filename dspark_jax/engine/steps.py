@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.contract import DrafterFunctions
 from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots, Weights
-from dspark_jax.nn.attention import RaggedPlan, make_plan
+from dspark_jax.nn.attention import DENSE, AttentionBackend, RaggedPlan, make_plan
 from dspark_jax.sampling import request_keys
 from dspark_jax.spec.calibration import accept_rates
 from dspark_jax.spec.schedule import fill_capacity, greedy_lengths, survival
@@ -62,6 +62,7 @@ class Steps:
         policy: how much of a block is verified.
         limit: draft tokens verified at most.
         block_size: draft tokens drafted.
+        attention: what the target's caches are and how it attends over them.
     """
 
     target: DecoderConfig
@@ -73,6 +74,7 @@ class Steps:
     policy: PolicyKind
     limit: int
     block_size: int
+    attention: AttentionBackend = DENSE
 
     def init(self, vocab_size: int, num_stops: int) -> tuple[Slots, Memory]:
         """Empty slots."""
@@ -93,7 +95,7 @@ class Steps:
             emitted=zeros,
             done=jnp.ones((self.slots,), bool),
         )
-        caches = create_caches(self.target, self.slots, self.max_length, self.dtype)
+        caches = create_caches(self.target, self.slots, self.max_length, self.dtype, self.attention)
         draft = None if self.drafter is None else self.drafter.init(self.slots, self.max_length)
         return slots, Memory(caches, draft)
 
@@ -180,7 +182,7 @@ class Steps:
         plan = self._plan(decode, chunk, proposal.tokens.shape[1] + 1)
         taps = () if self.drafter is None else self.drafter.tap_ids
         features, caches = forward_ragged(
-            self.target, weights.target, weights.tables, memory.caches, plan, taps, self.dtype
+            self.target, weights.target, weights.tables, memory.caches, plan, taps, self.dtype, self.attention
         )
         ask = self._questions(slots, decode, row_of, active, features, chunk)
         logits = weights.tables.logits(ask.hidden, self.dtype)
