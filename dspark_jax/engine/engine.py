@@ -25,6 +25,8 @@ from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
 from dspark_jax.engine.state import Chunk, Draft, Report, Weights
 from dspark_jax.engine.steps import PolicyKind, Steps
+from dspark_jax.nn.attention import AttentionBackend
+from dspark_jax.nn.paged import attention_backend
 from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
 from dspark_jax.target.loading import Target
 
@@ -59,6 +61,7 @@ class Engine:
         chunk_ladder: prompt tokens of a step are padded to one of these.
         max_queue: requests that may wait for a slot; None for no limit.
         lag: steps the host plans ahead of the reports it has read; 0 waits for every step.
+        attention: how the target attends over its caches; None takes what the devices are best at.
 
     Raises:
         ValueError: a policy that the drafter cannot follow, or sizes out of range.
@@ -77,6 +80,7 @@ class Engine:
         chunk_ladder: Sequence[int] = CHUNK_LADDER,
         max_queue: int | None = None,
         lag: int = 2,
+        attention: AttentionBackend | None = None,
     ):
         if slots < 1 or max_length < 2 or lag < 0:
             raise ValueError(f"expected slots >= 1, max_length >= 2 and lag >= 0, found {slots}, {max_length}, {lag}")
@@ -96,6 +100,7 @@ class Engine:
             policy=kind,
             limit=limit,
             block_size=drafted,
+            attention=attention or attention_backend(),
         )
         largest = slots * (limit + 1)
         self.row_ladder = tuple(row_ladder or buckets.rungs(largest, first=1, ratio=1.25))

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from jax._src import literals
 from jax.experimental.pallas import tpu as pltpu
+from random_models import random_drafter, random_target
 
+from dspark_jax.engine.engine import Engine
 from dspark_jax.nn.attention import DENSE, AttentionSpec, DenseAttention, make_plan
 from dspark_jax.nn.paged import PagedAttention, attention_backend, find_sequences, head_layout
+from dspark_jax.spec.schedule import Fixed
 from dspark_jax.types import RaggedTokens
 
 SLOTS, LENGTH, WIDTH = 3, 13, 6
@@ -164,3 +167,20 @@ def test_a_plan_that_is_not_causal_is_refused():
     batch = ragged([0, 0, 1], [0, 0])
     with pytest.raises(ValueError, match="paged attention is causal"):
         PAGED.attend(make_plan(batch, SLOTS, 2, visible=jnp.full(3, 4)))
+
+
+@pytest.mark.slow
+def test_the_engines_text_does_not_depend_on_the_backend(interpreted):
+    """Prompts in chunks, admission while others decode, verification: the whole engine over pages."""
+    prompts = [[1, 2, 3, 4, 5, 6], [7], [8, 9]]
+
+    def texts(attention):
+        engine = Engine(
+            random_target(), random_drafter("vanilla"), slots=2, max_length=32, policy=Fixed(2), row_ladder=(6,),
+            mixed_ladder=(6,), chunk_ladder=(4,), attention=attention,
+        )  # fmt: skip
+        numbers = [engine.submit(p, max_new_tokens=8, stop_token_ids=()) for p in prompts]
+        results = engine.run()
+        return [results[n].tokens for n in numbers]
+
+    assert texts(PAGED) == texts(DENSE)
