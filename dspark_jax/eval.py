@@ -32,8 +32,8 @@ from dspark_jax.files import atomic_write
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded, table_console
 
-# The order of the paper's tables; whatever else is shipped follows.
-_ORDER = ("dspark", "dflash", "eagle3", "mtp")
+_DEFAULT = ("dspark", "dflash", "eagle3")
+"""The drafters of the paper's tables, in their order; others that are shipped are asked for by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class EvalCommand:
     Attributes:
         target: `smollm2-135m`, a GGUF file, a model folder or a hub name.
         draft: shipped name, checkpoint folder or hub name; `ngram` for prompt lookup; `lm:` and a target's name or path
-            for that language model. Repeat it for several. Without it: every shipped drafter.
+            for that language model. Repeat it for several. Without it: dspark, dflash and eagle3.
         tasks: JSONL files with `turns`, or folders of them, optionally as `domain=path`. Without it: built-in prompts.
         max_samples: prompts taken of every domain, the first ones.
         max_new_tokens: limit of generated tokens a prompt.
@@ -109,18 +109,18 @@ def run(command: EvalCommand, console: Console) -> int:
 
 
 def default_drafters() -> tuple[str, ...]:
-    """The shipped drafters, in the order of the paper's tables.
+    """The drafters of the paper's tables that are shipped.
 
     Raises:
         FileNotFoundError: this copy of the package has none.
     """
-    shipped = shipped_drafters()
-    if not shipped:
+    found = tuple(name for name in _DEFAULT if name in shipped_drafters())
+    if not found:
         raise FileNotFoundError(
             "this copy of the package ships no drafters: name one with --draft (a checkpoint folder or a hub name), or "
             "train one with python -m dspark_jax.train --config configs/smollm2_dspark.py"
         )
-    return tuple(sorted(shipped, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)))
+    return found
 
 
 def notes(measurement: Measurement, summary: Summary, lossless: LosslessCheck) -> list[str]:

@@ -108,6 +108,6 @@ def test_without_shipped_drafters(monkeypatch, capsys):
     assert "ships no drafters" in capsys.readouterr().err
 
 
-def test_shipped_drafters_come_in_the_order_of_the_paper(monkeypatch):
-    monkeypatch.setattr(command, "shipped_drafters", lambda: ("another", "dflash", "dspark", "eagle3"))
-    assert command.default_drafters() == ("dspark", "dflash", "eagle3", "another")
+def test_the_papers_drafters_come_in_its_order_and_others_by_name_only(monkeypatch):
+    monkeypatch.setattr(command, "shipped_drafters", lambda: ("dflash", "dspark", "eagle3", "mtp"))
+    assert command.default_drafters() == ("dspark", "dflash", "eagle3")
