@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import platform
 import sys
 from datetime import date
@@ -16,9 +14,9 @@ from rich.table import Table
 
 from dspark_jax import bench
 from dspark_jax.bench.decode import Decode, bench_decode
+from dspark_jax.bench.numbers import write_numbers
 from dspark_jax.bench.serve import Replay, Serve, bench_replay, bench_serve
 from dspark_jax.bench.train import Train, bench_train
-from dspark_jax.files import atomic_write
 from dspark_jax.terminal import guarded
 
 
@@ -32,12 +30,7 @@ def main(command: Decode | Train | Serve | Replay) -> None:
     else:
         results = bench_decode(command) if isinstance(command, Decode) else bench_train(command)
         _print(console, type(command).__name__.lower(), results)
-    if command.output is not None:
-        settings = json.loads(json.dumps(dataclasses.asdict(command), default=str))
-        device = jax.devices()[0].device_kind
-        facts = {"date": str(date.today()), "device": device, "jax": jax.__version__, "settings": settings}
-        with atomic_write(command.output, "w") as file:
-            json.dump({**facts, "results": results}, file, indent=2)
+    write_numbers(command, results)
 
 
 def _print(console: Console, name: str, results: dict[str, Any]) -> None:

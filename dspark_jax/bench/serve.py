@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from dspark_jax.bench.numbers import earlier_numbers, write_numbers
 from dspark_jax.draft.loading import load_drafter
-from dspark_jax.engine.profile import StepProfile
 from dspark_jax.evaluation.figures import require_matplotlib
 from dspark_jax.evaluation.replay import PromptCost, load_traces, record_traces, replay, save_traces
 from dspark_jax.evaluation.serving import (
+    Load,
     LoadSettings,
     ServingSystem,
     best_other_ratio,
+    load_from_report,
     load_grid,
     load_report,
     matched_ratio,
@@ -86,44 +88,68 @@ class Replay:
 
 
 def bench_serve(command: Serve) -> dict[str, Any]:
-    """Load at every concurrency, with its table, ratios and pictures."""
+    """Load at every concurrency, with its table, ratios and pictures.
+
+    The numbers are written after every concurrency; called again, what is there is kept and the rest measured.
+
+    Raises:
+        ValueError: the output holds numbers of other conditions.
+    """
     if command.plots is not None:
         require_matplotlib()
+    earlier = earlier_numbers(command, ("load.concurrency", "plots", "traces"))
     target = load_target(command.target, dtype=jnp.float32)
     drafter = load_drafter(command.draft, target)
     systems = [ServingSystem("plain", None, NoDraft())]
     if command.baseline is not None:
         baseline = load_drafter(command.baseline, target)
-        systems.append(ServingSystem(baseline.name, baseline, Fixed(baseline.config.block_size)))
+        systems.append(ServingSystem(command.baseline, baseline, Fixed(baseline.config.block_size)))
     systems += [ServingSystem(f"fixed {k}", drafter, Fixed(k)) for k in command.fixed]
     systems.append(ServingSystem("scheduled", drafter, None))
     prompts = [prompt.messages for prompt in load_tasks(command.tasks)]
-    error, console = Console(stderr=True), table_console()
-    with Progress("load", None, "stages", console=error) as progress:
-        points, profiles = measure_load(
-            target, systems, prompts, command.load, on_progress=lambda what: progress.update(1, now=what)
+    load = load_from_report(earlier, command.output) if earlier and command.output is not None else None
+    with Progress("load", None, "stages", console=Console(stderr=True)) as progress:
+        for concurrency in command.load.concurrency:
+            if load is not None and concurrency in load.profiles:
+                continue
+            settings = dataclasses.replace(command.load, concurrency=(concurrency,))
+            found = measure_load(
+                target, systems, prompts, settings, on_progress=lambda what: progress.update(1, now=what)
+            )
+            load = found if load is None else load + found
+            write_numbers(command, load_report(load, command.load))
+    if load is None:
+        raise ValueError("--load.concurrency names none: give at least one")
+    results = _load_results(command, load)
+    if command.plots is not None:
+        write_load_plots(summarize_load(load.points), command.plots)
+    if command.traces is not None:
+        traces = record_traces(
+            target,
+            drafter,
+            prompts,
+            max_new_tokens=command.load.max_new_tokens,
+            temperature=command.load.temperature,
         )
-    rows = summarize_load(points)
+        save_traces(traces, command.traces)
+    return results
+
+
+def _load_results(command: Serve, load: Load) -> dict[str, Any]:
+    """Print the table and the ratios; returns all numbers."""
+    console, rows = table_console(), summarize_load(load.points)
     console.print(rich_table(load_grid(rows)))
-    others = [s.name for s in systems if s.name == "plain" or s.name.startswith("fixed")]
-    ratios = best_other_ratio(points, "scheduled", others)
+    console.print(load.lossless.statement())
+    ratios = best_other_ratio(load.points, "scheduled", ["plain", *(f"fixed {k}" for k in command.fixed)])
     for concurrency, values in ratios.items():
         spread = f"{np.median(values):.3f} ({values.min():.3f} to {values.max():.3f})"
         console.print(f"{concurrency} in flight: scheduled over the best of plain and fixed: {spread}")
-    results = load_report(points, profiles, command.load)
+    results = load_report(load, command.load)
     results["scheduled_over_best"] = {str(c): values.tolist() for c, values in ratios.items()}
     if command.baseline is not None:
-        results["over_baseline"] = matched_ratio(rows, "scheduled", systems[1].name)
+        results["over_baseline"] = matched_ratio(rows, "scheduled", command.baseline)
         for speed, ratio in results["over_baseline"]:
-            console.print(f"at {speed:.1f} tokens/s a request: scheduled over {systems[1].name}: {ratio:.2f}")
-    if command.plots is not None:
-        write_load_plots(rows, command.plots)
-    if command.traces is not None:
-        load = command.load
-        traces = record_traces(
-            target, drafter, prompts, max_new_tokens=load.max_new_tokens, temperature=load.temperature
-        )
-        save_traces(traces, command.traces)
+            console.print(f"at {speed:.1f} tokens/s a request: scheduled over {command.baseline}: {ratio:.2f}")
     return results
 
 
@@ -206,18 +232,15 @@ def _measured_conditions(path: Path) -> list[_Condition]:
     """The curves, prompts and outcomes of a measured load."""
     if not path.exists():
         raise FileNotFoundError(f"no measured load at {path}: write one with `bench serve --output`")
-    content = json.loads(path.read_text()).get("results", {})
-    if not {"profiles", "points", "rows"} <= set(content):
-        raise ValueError(f"{path} is no measured load: expected what `bench serve --output` writes")
+    load = load_from_report(json.loads(path.read_text()).get("results", {}), path)
     conditions = []
-    for concurrency, values in content["profiles"].items():
-        profile, count = StepProfile.from_json(values, path), int(concurrency)
-        some = [p for p in content["points"] if p["concurrency"] == count]
+    for count, profile in load.profiles.items():
+        some = [p for p in load.points if p.concurrency == count]
         prompts = {}
-        for name in {p["system"] for p in some}:
-            sums = [(p["prompt_steps"], p["tokens"], len(p["request_rates"])) for p in some if p["system"] == name]
+        for name in {p.system for p in some}:
+            sums = [(p.prompt_steps, p.tokens, len(p.request_rates)) for p in some if p.system == name]
             steps, tokens, requests = np.sum(sums, axis=0)
             prompts[name] = PromptCost(seconds=profile.prompt * steps / requests, tokens=tokens / requests)
-        rates = {r["system"]: r["throughput"] for r in content["rows"] if r["concurrency"] == count}
+        rates = {r.system: r.throughput for r in summarize_load(some)}
         conditions.append(_Condition(count, profile.curve, profile.plain_curve, prompts, rates))
     return conditions

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.profile import StepProfile, measure_profile
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import Prompt
-from dspark_jax.engine.results import Statistics
+from dspark_jax.engine.results import Generation, Statistics
+from dspark_jax.evaluation.lossless import NEAR_TIE_LOAD, Difference, LosslessCheck, find_difference
 from dspark_jax.evaluation.tables import Grid
+from dspark_jax.sampling import GREEDY_TEMPERATURE
 from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import Target
 
@@ -102,6 +105,34 @@ class LoadPoint:
         return self.tokens / self.seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A measured load.
+
+    Attributes:
+        points: all measurements.
+        profiles: step costs by concurrency, of the system that schedules by them.
+        lossless: comparison of the texts with the first system's.
+    """
+
+    points: list[LoadPoint]
+    profiles: dict[int, StepProfile]
+    lossless: LosslessCheck
+
+    def __add__(self, other: Load) -> Load:
+        """Both, of different concurrencies."""
+        compared = self.lossless.compared + other.lossless.compared
+        return Load(
+            self.points + other.points,
+            self.profiles | other.profiles,
+            dataclasses.replace(
+                other.lossless,
+                compared=compared,
+                differences=self.lossless.differences + other.lossless.differences,
+            ),
+        )
+
+
 def measure_load(
     target: Target,
     systems: Sequence[ServingSystem],
@@ -109,7 +140,7 @@ def measure_load(
     settings: LoadSettings,
     *,
     on_progress: Callable[[str], None] | None = None,
-) -> tuple[list[LoadPoint], dict[int, StepProfile]]:
+) -> Load:
     """Measure all systems at every concurrency.
 
     Args:
@@ -120,7 +151,8 @@ def measure_load(
         on_progress: called with a description whenever something new begins.
 
     Returns:
-        All measurements, and the step-cost profiles by concurrency.
+        All measurements, the step-cost profiles by concurrency, and the comparison of greedy texts with the first
+        system's: each answer of the others with that of the same prompt at the same concurrency.
 
     Raises:
         ValueError: no prompts, or systems that share a name.
@@ -130,6 +162,7 @@ def measure_load(
         raise ValueError(f"expected prompts and systems with distinct names, found {len(prompts)} and {names}")
     points: list[LoadPoint] = []
     profiles: dict[int, StepProfile] = {}
+    compared, differences = 0, []
     say = on_progress or (lambda what: None)
     for concurrency in settings.concurrency:
         engines: dict[str, Engine] = {}
@@ -160,11 +193,22 @@ def measure_load(
                 chunk_ladder=(settings.chunk,),
             )
             engine.warm_up(("greedy",) if settings.temperature == 0 else ("plain",))
+        plain: dict[int, Generation] = {}
         for repeat in range(settings.repeats):
             for system in systems:
                 say(f"{concurrency} in flight: {system.name}, repeat {repeat + 1} of {settings.repeats}")
-                points.append(_closed_loop(engines[system.name], system.name, repeat, prompts, settings))
-    return points, profiles
+                point, answers = _closed_loop(engines[system.name], system.name, repeat, prompts, settings)
+                points.append(point)
+                if system is systems[0]:
+                    plain |= answers
+                    continue
+                for number in answers.keys() & plain.keys():
+                    compared += 1
+                    found = find_difference(system.name, str(number), plain[number], answers[number])
+                    differences += [] if found is None else [found]
+    greedy = settings.temperature < GREEDY_TEMPERATURE
+    lossless = LosslessCheck(greedy, NEAR_TIE_LOAD, compared if greedy else 0, tuple(differences) if greedy else ())
+    return Load(points, profiles, lossless)
 
 
 def _ladder(policy: Policy, concurrency: int, block: int = 0) -> tuple[int, ...]:
@@ -182,10 +226,13 @@ def _ladder(policy: Policy, concurrency: int, block: int = 0) -> tuple[int, ...]
 
 def _closed_loop(
     engine: Engine, name: str, repeat: int, prompts: Sequence[Prompt], settings: LoadSettings
-) -> LoadPoint:
+) -> tuple[LoadPoint, dict[int, Generation]]:
+    """Measure one system; returns the measurement and its answers by number of submission."""
     concurrency = engine.steps.slots
     goal, next_prompt, tokens = settings.requests * concurrency, 0, 0
     rates: list[float] = []
+    answers: dict[int, Generation] = {}
+    first = engine.submitted
 
     def submit() -> None:
         nonlocal next_prompt
@@ -205,7 +252,7 @@ def _closed_loop(
         for event in engine.step():
             tokens += len(event.tokens)
             if event.finish_reason is not None:
-                answer = engine.take(event.request)
+                answers[event.request - first] = answer = engine.take(event.request)
                 rates.append((len(answer.tokens) - 1) / max(answer.timings.decode, 1e-9))
                 submit()
     seconds, compiled = time.perf_counter() - started, PROGRAMS.count - compiled
@@ -216,7 +263,7 @@ def _closed_loop(
     for number in list(engine.results):
         engine.take(number)
     s = engine.statistics
-    return LoadPoint(
+    point = LoadPoint(
         system=name,
         concurrency=concurrency,
         repeat=repeat,
@@ -231,6 +278,7 @@ def _closed_loop(
         compilations=compiled,
         prompt_steps=s.prompt_steps,
     )
+    return point, answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,13 +403,32 @@ def load_grid(rows: Sequence[LoadRow]) -> Grid:
     )  # fmt: skip
 
 
-def load_report(
-    points: Sequence[LoadPoint], profiles: dict[int, StepProfile], settings: LoadSettings
-) -> dict[str, Any]:
+def load_from_report(content: dict[str, Any], path: Path) -> Load:
+    """What `load_report` made into plain values; `path` is named in errors.
+
+    Raises:
+        ValueError: other content.
+    """
+    if not {"points", "profiles", "lossless"} <= set(content):
+        raise ValueError(f"{path} is no measured load: expected what `bench serve --output` writes")
+    points = [LoadPoint(**{**p, "request_rates": tuple(p["request_rates"])}) for p in content["points"]]
+    profiles = {int(c): StepProfile.from_json(values, path) for c, values in content["profiles"].items()}
+    found = content["lossless"]
+    differences = tuple(Difference(**d) for d in found["differences"])
+    return Load(points, profiles, LosslessCheck(found["greedy"], NEAR_TIE_LOAD, found["compared"], differences))
+
+
+def load_report(load: Load, settings: LoadSettings) -> dict[str, Any]:
     """Everything measured, as plain values."""
     return {
         "settings": dataclasses.asdict(settings),
-        "rows": [dataclasses.asdict(r) for r in summarize_load(points)],
-        "points": [dataclasses.asdict(p) for p in points],
-        "profiles": {str(c): dataclasses.asdict(p) for c, p in profiles.items()},
+        "rows": [dataclasses.asdict(r) for r in summarize_load(load.points)],
+        "points": [dataclasses.asdict(p) for p in load.points],
+        "profiles": {str(c): dataclasses.asdict(p) for c, p in load.profiles.items()},
+        "lossless": {
+            "statement": load.lossless.statement(),
+            "greedy": load.lossless.greedy,
+            "compared": load.lossless.compared,
+            "differences": [dataclasses.asdict(d) for d in load.lossless.differences],
+        },
     }

@@ -41,12 +41,13 @@ def measured():
     ]
     settings = LoadSettings(concurrency=(2,), requests=2, max_new_tokens=6, max_length=40, repeats=2, profile_context=8)
     said = []
-    points, profiles = measure_load(TARGET, systems, PROMPTS, settings, on_progress=said.append)
-    return points, profiles, settings, said
+    load = measure_load(TARGET, systems, PROMPTS, settings, on_progress=said.append)
+    return load, settings, said
 
 
 def test_every_system_serves_the_same_load(measured, tmp_path):
-    points, profiles, settings, said = measured
+    load, settings, said = measured
+    points, profiles = load.points, load.profiles
     assert [(p.repeat, p.system) for p in points] == [(r, s) for r in (0, 1) for s in ("plain", "fixed 2", "scheduled")]
     for point in points:
         assert len(point.request_rates) >= 4 and point.tokens >= 4 * 6 and point.compilations == 0
@@ -54,24 +55,25 @@ def test_every_system_serves_the_same_load(measured, tmp_path):
     assert all(p.drafts == 0 for p in points if p.system == "plain")
     assert all(p.budget <= 6 for p in points if p.system == "fixed 2")
     assert set(profiles) == {2} and len(said) == 3 + 6
+    assert load.lossless.compared >= 8 and not load.lossless.faults
     rows = summarize_load(points)
     assert [r.system for r in rows] == ["plain", "fixed 2", "scheduled"]
     assert "| 2 | scheduled |" in markdown(load_grid(rows))
-    json.dumps(load_report(points, profiles, settings))
+    json.dumps(load_report(load, settings))
     pytest.importorskip("matplotlib")
     assert all(path.stat().st_size > 1000 for path in write_load_plots(rows, tmp_path))
 
 
 def test_a_measured_load_is_replayed_beside_its_measurements(measured, tmp_path):
-    points, profiles, settings, _ = measured
+    load, settings, _ = measured
     traces = record_traces(TARGET, random_drafter("vanilla"), PROMPTS, max_new_tokens=6)
     save_traces(traces, tmp_path / "traces.json")
-    (tmp_path / "load.json").write_text(json.dumps({"results": load_report(points, profiles, settings)}))
+    (tmp_path / "load.json").write_text(json.dumps({"results": load_report(load, settings)}))
     command = Replay(traces=tmp_path / "traces.json", measured=tmp_path / "load.json", fixed=(2,), steps=20)
     found = {p["policy"]: p for p in bench_replay(command)["points"]}
     assert [p["measured"] > 0 for p in found.values()] == [True] * 3
     # A prompt takes time: a load of nothing but decoding is faster under the same costs.
-    decoding = replay(traces, NoDraft(), profiles[2].curve, profiles[2].plain_curve, concurrency=2, steps=20)
+    decoding = replay(traces, NoDraft(), load.profiles[2].curve, load.profiles[2].plain_curve, concurrency=2, steps=20)
     plain = next(p for p in found.values() if p["policy"] == str(NoDraft()))
     assert plain["throughput"] < decoding.throughput
     with pytest.raises(ValueError, match="either --curves"):
@@ -81,7 +83,7 @@ def test_a_measured_load_is_replayed_beside_its_measurements(measured, tmp_path)
 
 
 def test_a_profile_belongs_to_its_machine_and_models(measured, tmp_path):
-    profile, drafter = measured[1][2], random_drafter("vanilla")
+    profile, drafter = measured[0].profiles[2], random_drafter("vanilla")
     assert profile.rows[-1] == 2 * 5 and len(profile.plain) >= 2 and profile.propose > 0
     seconds = profile.curve.bucket_seconds
     assert list(seconds) == sorted(seconds)
