@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -20,14 +19,15 @@ import numpy as np
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.policies import policy_curves, policy_shape
 from dspark_jax.engine.probing import Probing
 from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
 from dspark_jax.engine.state import Chunk, Draft, Report, Weights
-from dspark_jax.engine.steps import PolicyKind, Steps
+from dspark_jax.engine.steps import Steps
 from dspark_jax.nn.attention import AttentionBackend
 from dspark_jax.nn.paged import attention_backend
-from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Policy, Scheduled, Threshold, choose_capacity
+from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Threshold, choose_capacity
 from dspark_jax.target.loading import Target
 
 _LENGTH_STEP = 128
@@ -86,7 +86,7 @@ class Engine:
             raise ValueError(f"expected slots >= 1, max_length >= 2 and lag >= 0, found {slots}, {max_length}, {lag}")
         block = 0 if drafter is None else drafter.config.block_size
         self.policy = policy if policy is not None else Fixed(block) if block else NoDraft()
-        kind, limit, drafted = _policy_shape(self.policy, drafter)
+        kind, limit, drafted = policy_shape(self.policy, drafter)
         self.target, self.lag, self.max_queue = target, lag, max_queue
         self.context = min(max_length, target.config.max_position)
         self.steps = Steps(
@@ -110,7 +110,7 @@ class Engine:
             if ladder[-1] < largest:
                 raise ValueError(f"{name} ends at {ladder[-1]}; {slots} slots of {limit + 1} rows need {largest}")
         self.plain_rows = buckets.pick(self.mixed_ladder, slots, "rows")
-        self.curve, self.plain = _curves(self.policy, slots, largest)
+        self.curve, self.plain = policy_curves(self.policy, slots, largest)
         seconds = np.ones(1, np.float32)
         if kind == "greedy" and self.curve is not None:
             seconds = self.curve.seconds_by_rows(largest)
@@ -350,53 +350,3 @@ class Engine:
             self.statistics.drafts += drafts
             self.statistics.accepted += int(np.sum(report.accepted))
         return events
-
-
-def _curves(policy: Policy, slots: int, largest: int) -> tuple[CostCurve | None, CostCurve | None]:
-    """Cost curves of a policy, with and without drafting.
-
-    Raises:
-        ValueError: they end before the engine's steps do.
-    """
-    curve = policy.curve if isinstance(policy, (Greedy, Scheduled)) else None
-    plain = policy.plain if isinstance(policy, Scheduled) and curve is not None else None
-    for name, found, needed in (("curve", curve, largest), ("curve without drafting", plain, slots)):
-        if found is not None and found.buckets[-1] < needed:
-            raise ValueError(
-                f"the {name} of policy {policy} ends at {found.buckets[-1]} rows, this engine's steps have up to "
-                f"{needed}: profile with at least as many slots"
-            )
-    return curve, plain
-
-
-def _policy_shape(policy: Policy, drafter: Drafter | None) -> tuple[PolicyKind, int, int]:
-    """Kind of a policy, drafts verified at most, and drafts drafted.
-
-    Raises:
-        ValueError: the drafter cannot follow it.
-    """
-    if isinstance(policy, NoDraft):
-        return "none", 0, 0
-    if drafter is None:
-        raise ValueError(f"policy {policy} verifies drafts, but there is no drafter: give one, or use policy none")
-    block = drafter.config.block_size
-    if isinstance(policy, Fixed):
-        if policy.k > block and not drafter.functions.stops_early:
-            raise ValueError(
-                f"policy {policy} verifies more drafts than drafter {drafter.name!r} has in a block: {block}"
-            )
-        # An autoregressive drafter stops after k; a parallel one drafts the block it was trained for.
-        return "fixed", policy.k, policy.k if drafter.functions.stops_early else block
-    if not drafter.config.confidence_head:
-        raise ValueError(f"policy {policy} needs confidences, but drafter {drafter.name!r} has no confidence head")
-    kind: PolicyKind = (
-        "threshold" if isinstance(policy, Threshold) else "greedy" if isinstance(policy, Greedy) else "scheduled"
-    )
-    if isinstance(policy, (Greedy, Scheduled)) and policy.verifies_everything:
-        warnings.warn(
-            f"policy {policy} has no step-cost profile and verifies every draft token: make one with "
-            "`python -m dspark_jax.profile`",
-            stacklevel=3,
-        )
-        kind = "fixed"
-    return kind, block, block
