@@ -82,14 +82,18 @@ class CompiledSteps:
         modes: Sequence[str],
         shapes: Sequence[tuple[int, int]],
         undrafted: Sequence[tuple[int, int]],
-    ) -> int:
-        """Compile ahead of the first call; returns how many programs were new.
+    ) -> tuple[Memory, int]:
+        """Compile ahead of the first call, and run once for nobody: a program's first run takes longer than others.
 
         Args:
-            slots, memory: for their shapes; nothing runs.
+            slots: as they are; nothing happens to them.
+            memory: taken.
             modes: sampling modes.
             shapes: (rows, prompt tokens) of steps; those with rows verify drafts where there is a drafter.
             undrafted: shapes that are also needed without drafts.
+
+        Returns:
+            The memory, its contents as before, and how many programs were new.
 
         Raises:
             ValueError: an unknown mode.
@@ -97,22 +101,29 @@ class CompiledSteps:
         before = PROGRAMS.count
         if unknown := sorted(set(modes) - set(MODES)):
             raise ValueError(f"unknown sampling modes {unknown}: expected some of {MODES}")
+
+        def idle() -> Slots:
+            return dataclasses.replace(jax.tree.map(jnp.copy, slots), done=jnp.ones_like(slots.done))
+
         for mode in modes:
             draft = None
             if self.steps.drafter is not None:
-                args = (self.weights, in_mode(slots, mode), memory, self._limits(0))
-                self._program("propose", mode, self.steps.propose, (2,), *args)
-                _, draft = jax.eval_shape(self.steps.propose, *args)
+                memory, draft = self.propose(idle(), memory, mode, 0)
             for rows, width in shapes:
-                for proposed in (draft if rows else None, None):
-                    if proposed is None and rows and draft is not None and (rows, width) not in undrafted:
-                        continue
-                    chunk = prompt_chunk([], 0, 0, width) if width else None
-                    self._step(rows, mode, (self.weights, in_mode(slots, mode), memory, proposed, chunk))
+                chunk = self._nobodys_chunk(width) if width else None
+                if rows == 0 or draft is None or (rows, width) in undrafted:
+                    _, memory, _ = self.step(idle(), memory, mode, None, chunk, rows)
+                if rows and draft is not None:
+                    _, memory, _ = self.step(idle(), memory, mode, draft, chunk, rows)
         nobody = Request(0, [0], 1, _NEUTRAL, MODES[0], 0, np.full(MAX_STOP_TOKENS, -1, np.int32))
-        self._program("admit", "greedy", self.steps.admit, (0,), slots, admission(nobody, 0))
-        self._program("end", "greedy", self.steps.end, (0,), slots, np.int32(0))
-        return PROGRAMS.count - before
+        self.admit(idle(), nobody, 0)
+        self.end(idle(), 0)
+        return memory, PROGRAMS.count - before
+
+    def _nobodys_chunk(self, width: int) -> Chunk:
+        """A prompt chunk without tokens, in a slot that does not exist."""
+        values: dict[str, Any] = {"slot": np.int32(self.steps.slots), "ends": np.bool_(False)}
+        return dataclasses.replace(prompt_chunk([], 0, 0, width), **values)
 
     def _limits(self, capacity: int) -> Limits:
         values: dict[str, Any] = {"threshold": self.threshold, "capacity": np.int32(capacity), "seconds": self.seconds}

@@ -131,11 +131,16 @@ class Engine:
         self.slots, self.memory = self.programs.init()
 
     def warm_up(self, modes: Sequence[str] = ("greedy",)) -> int:
-        """Compile every program that requests of these sampling modes can need; returns how many were new."""
+        """Compile every program that requests of these sampling modes can need and run each once, for nobody.
+
+        Returns:
+            How many programs were new.
+        """
         shapes = [(rows, 0) for rows in self.row_ladder]
         shapes += [(rows, width) for width in self.chunk_ladder for rows in (0, *self.mixed_ladder)]
         undrafted = [s for s in shapes if s[0] <= self.plain_rows] if self.plain is not None else []
-        return self.programs.warm_up(self.slots, self.memory, modes, shapes, undrafted)
+        self.memory, count = self.programs.warm_up(self.slots, self.memory, modes, shapes, undrafted)
+        return count
 
     def submit(
         self,
