@@ -22,9 +22,11 @@ from dspark_jax.engine.generate import generate
 from dspark_jax.evaluation.summary import round_statistics
 from dspark_jax.spec.metrics import pool
 from dspark_jax.target.loading import Target, load_target
+from dspark_jax.terminal import guarded
 from dspark_jax.training.config import TrainConfig, load_config
 from dspark_jax.training.loop import DecodeCheck, train
 
+PROGRAM = "python -m dspark_jax.train"
 DECODE_TOKENS = 64
 """Tokens generated for each prompt of a real-decode check."""
 EXIT_INTERRUPTED = 75
@@ -37,8 +39,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     first.add_argument("--config")
     known, rest = first.parse_known_args(arguments)
     if known.config is None:
-        return tyro.cli(TrainConfig, args=rest, description=__doc__)
-    return tyro.cli(TrainConfig, args=rest, default=load_config(known.config), description=__doc__)
+        return tyro.cli(TrainConfig, prog=PROGRAM, args=rest, description=__doc__)
+    return tyro.cli(TrainConfig, prog=PROGRAM, args=rest, default=load_config(known.config), description=__doc__)
 
 
 def decode_check(target: Target, corpus: TokenizedCorpus) -> DecodeCheck:
@@ -75,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

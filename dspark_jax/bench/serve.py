@@ -90,7 +90,8 @@ class Replay:
 def bench_serve(command: Serve) -> dict[str, Any]:
     """Load at every concurrency, with its table, ratios and pictures.
 
-    The numbers are written after every concurrency; called again, what is there is kept and the rest measured.
+    The numbers are written after every repeat; called again, the concurrencies that are complete are kept and the rest
+    measured.
 
     Raises:
         ValueError: the output holds numbers of other conditions.
@@ -107,19 +108,24 @@ def bench_serve(command: Serve) -> dict[str, Any]:
     systems += [ServingSystem(f"fixed {k}", drafter, Fixed(k)) for k in command.fixed]
     systems.append(ServingSystem("scheduled", drafter, None))
     prompts = [prompt.messages for prompt in load_tasks(command.tasks)]
-    load = load_from_report(earlier, command.output) if earlier and command.output is not None else None
+    load = Load()
+    if earlier and command.output is not None:
+        load = load_from_report(earlier, command.output).finished(len(systems) * command.load.repeats)
     with Progress("load", None, "stages", console=Console(stderr=True)) as progress:
         for concurrency in command.load.concurrency:
-            if load is not None and concurrency in load.profiles:
+            if concurrency in load.profiles:
                 continue
-            settings = dataclasses.replace(command.load, concurrency=(concurrency,))
-            found = measure_load(
-                target, systems, prompts, settings, on_progress=lambda what: progress.update(1, now=what)
-            )
-            load = found if load is None else load + found
-            write_numbers(command, load_report(load, command.load))
-    if load is None:
-        raise ValueError("--load.concurrency names none: give at least one")
+            before = load
+            for measured in measure_load(
+                target,
+                systems,
+                prompts,
+                command.load,
+                concurrency,
+                on_progress=lambda what: progress.update(1, now=what),
+            ):
+                load = before + measured
+                write_numbers(command, load_report(load, command.load))
     results = _load_results(command, load)
     if command.plots is not None:
         write_load_plots(summarize_load(load.points), command.plots)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.bench.timing import seconds
-from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
+from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.draft.loading import functions_for
+from dspark_jax.training.abstract import KNOWN_TARGETS
 from dspark_jax.training.anchors import block_labels, draw_anchors, row_keys
 from dspark_jax.training.losses import LossConfig, block_loss, eagle3_loss, slot_weights
 from dspark_jax.types import TargetTables
@@ -42,20 +43,7 @@ class Train:
     output: Path | None = None
 
 
-SMOLLM2_LAYER = DecoderConfig(
-    family="qwen3",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=5,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    max_position=8192,
-    qk_norm=True,
-)
+SMOLLM2_LAYER = dataclasses.replace(KNOWN_TARGETS["smollm2-135m"], family="qwen3", num_layers=5, qk_norm=True)
 
 
 def bench_train(command: Train) -> dict[str, Any]:

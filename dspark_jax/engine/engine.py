@@ -232,16 +232,11 @@ class Engine:
         if number not in self.results:
             raise KeyError(f"request {number} has no result to take: it runs still, was taken, or never existed")
         request = self.results.pop(number)
-        assert request.finish_reason is not None and request.ended is not None  # else it were no result
+        assert request.ended is not None  # else it were no result
         started = request.submitted if request.started is None else request.started
         first = request.ended if request.first is None else request.first
-        return Generation(
-            prompt=tuple(request.prompt),
-            tokens=tuple(request.tokens),
-            finish_reason=request.finish_reason,
-            rounds=tuple(request.rounds),
-            first_top2_gap=request.first_gap,
-            timings=Timings(first - started, request.ended - first, compile=0.0, rounds=len(request.rounds)),
+        return request.generation(
+            Timings(first - started, request.ended - first, compile=0.0, rounds=len(request.rounds))
         )
 
     def _finish(self, request: Request, reason: FinishName | None = None) -> None:

@@ -170,7 +170,7 @@ class _Batch:
             rounds += 1
             progress()
         timings = Timings(prefill, _clock() - started, PROGRAMS.seconds - self.compile_before, rounds)
-        return [_generation(request, timings) for request in self.requests]
+        return [request.generation(timings) for request in self.requests]
 
     def _prefill(self) -> None:
         """Run the prompts one after another, each of which draws its first token."""
@@ -212,18 +212,6 @@ class _Batch:
 def _clock() -> float:
     """Seconds of a clock that stands still while programs are compiled."""
     return time.perf_counter() - PROGRAMS.seconds
-
-
-def _generation(request: Request, timings: Timings) -> Generation:
-    assert request.finish_reason is not None  # else its batch would go on
-    return Generation(
-        prompt=tuple(request.prompt),
-        tokens=tuple(request.tokens),
-        finish_reason=request.finish_reason,
-        rounds=tuple(request.rounds),
-        first_top2_gap=request.first_gap,
-        timings=timings,
-    )
 
 
 def _each(name: str, value: PerPrompt, count: int) -> list[Any]:

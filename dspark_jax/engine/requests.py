@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dspark_jax.data.chat import render_prompt
-from dspark_jax.engine.results import FinishName, Round
+from dspark_jax.engine.results import FinishName, Generation, Round, Timings
 from dspark_jax.engine.state import Report
 from dspark_jax.sampling import make_sampling
 from dspark_jax.spec.verify import FinishReason
@@ -74,6 +74,18 @@ class Request:
     def finish(self, reason: FinishName) -> None:
         """The request has ended."""
         self.finish_reason, self.ended = reason, time.perf_counter()
+
+    def generation(self, timings: Timings) -> Generation:
+        """The result of a request that has ended."""
+        assert self.finish_reason is not None  # else it were no result
+        return Generation(
+            prompt=tuple(self.prompt),
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish_reason,
+            rounds=tuple(self.rounds),
+            first_top2_gap=self.first_gap,
+            timings=timings,
+        )
 
     def take(self, report: Report, slot: int, first: bool) -> list[int]:
         """Append a step's report of this request's slot; returns the tokens it added."""

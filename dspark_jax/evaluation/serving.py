@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ class LoadPoint:
         planning: share of the time the host spent planning and dispatching.
         compilations: programs compiled while the clock ran; anything but 0 spoils the measurement.
         prompt_steps: steps that carried a prompt chunk.
+        compared: answers compared with the first system's; 0 where texts are sampled.
+        differences: those that are not the same text.
     """
 
     system: str
@@ -98,6 +101,8 @@ class LoadPoint:
     planning: float
     compilations: int
     prompt_steps: int
+    compared: int = 0
+    differences: tuple[Difference, ...] = ()
 
     @property
     def throughput(self) -> float:
@@ -112,25 +117,28 @@ class Load:
     Attributes:
         points: all measurements.
         profiles: step costs by concurrency, of the system that schedules by them.
-        lossless: comparison of the texts with the first system's.
     """
 
-    points: list[LoadPoint]
-    profiles: dict[int, StepProfile]
-    lossless: LosslessCheck
+    points: tuple[LoadPoint, ...] = ()
+    profiles: dict[int, StepProfile] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: Load) -> Load:
         """Both, of different concurrencies."""
-        compared = self.lossless.compared + other.lossless.compared
-        return Load(
-            self.points + other.points,
-            self.profiles | other.profiles,
-            dataclasses.replace(
-                other.lossless,
-                compared=compared,
-                differences=self.lossless.differences + other.lossless.differences,
-            ),
-        )
+        return Load(self.points + other.points, self.profiles | other.profiles)
+
+    def finished(self, measurements: int) -> Load:
+        """Without the concurrencies that have fewer measurements."""
+        count = Counter(p.concurrency for p in self.points)
+        keep = {c for c in self.profiles if count[c] >= measurements}
+        points = tuple(p for p in self.points if p.concurrency in keep)
+        return Load(points, {c: profile for c, profile in self.profiles.items() if c in keep})
+
+    @property
+    def lossless(self) -> LosslessCheck:
+        """The comparison of greedy texts with the first system's."""
+        compared = sum(p.compared for p in self.points)
+        differences = tuple(d for p in self.points for d in p.differences)
+        return LosslessCheck(compared > 0, NEAR_TIE_LOAD, compared, differences)
 
 
 def measure_load(
@@ -138,21 +146,22 @@ def measure_load(
     systems: Sequence[ServingSystem],
     prompts: Sequence[Prompt],
     settings: LoadSettings,
+    concurrency: int,
     *,
     on_progress: Callable[[str], None] | None = None,
-) -> Load:
-    """Measure all systems at every concurrency.
+) -> Iterator[Load]:
+    """Measure all systems at one concurrency.
 
     Args:
         target: the model that is served.
         systems: with distinct names.
         prompts: taken in turn.
         settings: how.
+        concurrency: requests in flight.
         on_progress: called with a description whenever something new begins.
 
-    Returns:
-        All measurements, the step-cost profiles by concurrency, and the comparison of greedy texts with the first
-        system's: each answer of the others with that of the same prompt at the same concurrency.
+    Yields:
+        What has been measured so far, after every repeat. Greedy texts are compared with those of the first system.
 
     Raises:
         ValueError: no prompts, or systems that share a name.
@@ -160,58 +169,62 @@ def measure_load(
     names = [system.name for system in systems]
     if not prompts or len(set(names)) < len(names):
         raise ValueError(f"expected prompts and systems with distinct names, found {len(prompts)} and {names}")
-    points: list[LoadPoint] = []
-    profiles: dict[int, StepProfile] = {}
-    compared, differences = 0, []
     say = on_progress or (lambda what: None)
-    for concurrency in settings.concurrency:
-        engines: dict[str, Engine] = {}
+    engines: dict[str, Engine] = {}
+    load = Load()
+    for system in systems:
+        say(f"{concurrency} in flight: {system.name}, compiling and profiling")
+        engines[system.name], profile = _engine(target, system, settings, concurrency)
+        if profile is not None:
+            load.profiles[concurrency] = profile
+    for system in systems:
+        # Off the record: the first lap of a system is slower than the others.
+        _closed_loop(engines[system.name], system.name, -1, prompts, dataclasses.replace(settings, requests=1))
+    first: dict[int, Generation] = {}
+    for repeat in range(settings.repeats):
         for system in systems:
-            say(f"{concurrency} in flight: {system.name}, compiling and profiling")
-            policy = system.policy
-            if policy is None:
-                assert system.drafter is not None  # only drafts are scheduled
-                profile = profiles[concurrency] = measure_profile(
-                    target,
-                    system.drafter,
-                    slots=concurrency,
-                    context=settings.profile_context,
-                    ladder=_ladder(Scheduled(), concurrency, system.drafter.config.block_size),
-                    max_length=settings.max_length,
-                    chunk=settings.chunk,
-                )
-                policy = Scheduled(profile.curve, profile.plain_curve)
-            engines[system.name] = engine = Engine(
-                target,
-                system.drafter,
-                slots=concurrency,
-                max_length=settings.max_length,
-                policy=policy,
-                row_ladder=_ladder(
-                    policy, concurrency, 0 if system.drafter is None else system.drafter.config.block_size
-                ),
-                chunk_ladder=(settings.chunk,),
-            )
-            engine.warm_up(("greedy",) if settings.temperature == 0 else ("plain",))
-        for system in systems:
-            # Off the record: the first lap of a system is slower than the others.
-            _closed_loop(engines[system.name], system.name, -1, prompts, dataclasses.replace(settings, requests=1))
-        plain: dict[int, Generation] = {}
-        for repeat in range(settings.repeats):
-            for system in systems:
-                say(f"{concurrency} in flight: {system.name}, repeat {repeat + 1} of {settings.repeats}")
-                point, answers = _closed_loop(engines[system.name], system.name, repeat, prompts, settings)
-                points.append(point)
-                if system is systems[0]:
-                    plain |= answers
-                    continue
-                for number in answers.keys() & plain.keys():
-                    compared += 1
-                    found = find_difference(system.name, str(number), plain[number], answers[number])
-                    differences += [] if found is None else [found]
-    greedy = settings.temperature < GREEDY_TEMPERATURE
-    lossless = LosslessCheck(greedy, NEAR_TIE_LOAD, compared if greedy else 0, tuple(differences) if greedy else ())
-    return Load(points, profiles, lossless)
+            say(f"{concurrency} in flight: {system.name}, repeat {repeat + 1} of {settings.repeats}")
+            point, answers = _closed_loop(engines[system.name], system.name, repeat, prompts, settings)
+            if system is systems[0]:
+                first |= answers
+            elif settings.temperature < GREEDY_TEMPERATURE:
+                both = sorted(answers.keys() & first.keys())
+                found = (find_difference(system.name, str(i), first[i], answers[i]) for i in both)
+                differences = tuple(d for d in found if d is not None)
+                point = dataclasses.replace(point, compared=len(both), differences=differences)
+            load = dataclasses.replace(load, points=(*load.points, point))
+        yield load
+
+
+def _engine(
+    target: Target, system: ServingSystem, settings: LoadSettings, concurrency: int
+) -> tuple[Engine, StepProfile | None]:
+    """A system's engine, warmed up, and the profile it was given where it schedules."""
+    block = 0 if system.drafter is None else system.drafter.config.block_size
+    policy, profile = system.policy, None
+    if policy is None:
+        assert system.drafter is not None  # only drafts are scheduled
+        profile = measure_profile(
+            target,
+            system.drafter,
+            slots=concurrency,
+            context=settings.profile_context,
+            ladder=_ladder(Scheduled(), concurrency, block),
+            max_length=settings.max_length,
+            chunk=settings.chunk,
+        )
+        policy = Scheduled(profile.curve, profile.plain_curve)
+    engine = Engine(
+        target,
+        system.drafter,
+        slots=concurrency,
+        max_length=settings.max_length,
+        policy=policy,
+        row_ladder=_ladder(policy, concurrency, block),
+        chunk_ladder=(settings.chunk,),
+    )
+    engine.warm_up(("greedy",) if settings.temperature < GREEDY_TEMPERATURE else ("plain",))
+    return engine, profile
 
 
 def _ladder(policy: Policy, concurrency: int, block: int = 0) -> tuple[int, ...]:
@@ -412,13 +425,15 @@ def load_from_report(content: dict[str, Any], path: Path) -> Load:
     Raises:
         ValueError: other content.
     """
-    if not {"points", "profiles", "lossless"} <= set(content):
+    if not {"points", "profiles"} <= set(content):
         raise ValueError(f"{path} is no measured load: expected what `bench serve --output` writes")
-    points = [LoadPoint(**{**p, "request_rates": tuple(p["request_rates"])}) for p in content["points"]]
-    profiles = {int(c): StepProfile.from_json(values, path) for c, values in content["profiles"].items()}
-    found = content["lossless"]
-    differences = tuple(Difference(**d) for d in found["differences"])
-    return Load(points, profiles, LosslessCheck(found["greedy"], NEAR_TIE_LOAD, found["compared"], differences))
+    points = []
+    for values in content["points"]:
+        differences = tuple(Difference(**d) for d in values["differences"])
+        points.append(
+            LoadPoint(**{**values, "request_rates": tuple(values["request_rates"]), "differences": differences})
+        )
+    return Load(tuple(points), {int(c): StepProfile.from_json(p, path) for c, p in content["profiles"].items()})
 
 
 def load_report(load: Load, settings: LoadSettings) -> dict[str, Any]:
@@ -426,12 +441,7 @@ def load_report(load: Load, settings: LoadSettings) -> dict[str, Any]:
     return {
         "settings": dataclasses.asdict(settings),
         "rows": [dataclasses.asdict(r) for r in summarize_load(load.points)],
+        "lossless": load.lossless.statement(),
         "points": [dataclasses.asdict(p) for p in load.points],
         "profiles": {str(c): dataclasses.asdict(p) for c, p in load.profiles.items()},
-        "lossless": {
-            "statement": load.lossless.statement(),
-            "greedy": load.lossless.greedy,
-            "compared": load.lossless.compared,
-            "differences": [dataclasses.asdict(d) for d in load.lossless.differences],
-        },
     }

@@ -18,7 +18,7 @@ from dspark_jax.sharding import activation_sharding, row_shards, tree_shardings
 from dspark_jax.target.loading import Target, parameter_shapes
 from dspark_jax.training.columns import SampledVocabulary
 from dspark_jax.training.config import TrainConfig, drafter_config
-from dspark_jax.training.loop import create_step
+from dspark_jax.training.setup import create_step, frequent_columns
 from dspark_jax.training.step import Step, init_state
 from dspark_jax.types import TargetTables
 
@@ -165,13 +165,7 @@ def _sampled(config: TrainConfig) -> SampledVocabulary | None:
     """A sampled vocabulary of the run's size; which tokens are frequent does not change the program."""
     if config.vocab_columns is None:
         return None
-    frequent = config.vocab_columns - config.batch_size * config.sequence_length
-    if frequent <= 0:
-        raise ValueError(
-            f"vocab_columns {config.vocab_columns} must exceed the {config.batch_size * config.sequence_length} tokens "
-            "of a batch: raise it or lower batch_size"
-        )
-    return SampledVocabulary(config.vocab_columns, tuple(range(frequent)), config.seed)
+    return SampledVocabulary(config.vocab_columns, tuple(range(frequent_columns(config))), config.seed)
 
 
 def parameter_count(tree: Any) -> int:

@@ -117,6 +117,21 @@ def create_step(config: TrainConfig, target: Target, steps: int, sampled: Sample
     )
 
 
+def frequent_columns(config: TrainConfig) -> int:
+    """Columns of a run's sampled vocabulary that are left for the corpus's frequent tokens.
+
+    Raises:
+        ValueError: so few columns that a batch's own tokens might not fit.
+    """
+    tokens = config.batch_size * config.sequence_length
+    if config.vocab_columns is None or config.vocab_columns <= tokens:
+        raise ValueError(
+            f"vocab_columns {config.vocab_columns} must exceed the {tokens} tokens of a batch: raise it or lower "
+            "batch_size"
+        )
+    return config.vocab_columns - tokens
+
+
 def sampled_vocabulary(config: TrainConfig, corpus: TokenizedCorpus) -> SampledVocabulary | None:
     """The run's sampled vocabulary: room for every token of a batch, the rest for the corpus's frequent ones.
 
@@ -125,13 +140,7 @@ def sampled_vocabulary(config: TrainConfig, corpus: TokenizedCorpus) -> SampledV
     """
     if config.vocab_columns is None:
         return None
-    tokens = config.batch_size * config.sequence_length
-    if config.vocab_columns <= tokens:
-        raise ValueError(
-            f"vocab_columns {config.vocab_columns} must exceed the {tokens} tokens of a batch: raise it or lower "
-            "batch_size"
-        )
-    frequent = frequent_tokens(corpus.tokens[corpus.loss_mask == 1], config.vocab_columns - tokens)
+    frequent = frequent_tokens(corpus.tokens[corpus.loss_mask == 1], frequent_columns(config))
     return SampledVocabulary(config.vocab_columns, frequent, config.seed)
 
 

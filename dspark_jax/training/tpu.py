@@ -37,6 +37,16 @@ CHIPS = {
 }
 
 
+# Unless told not to, libtpu asks the cloud's metadata server about its machine, and refuses to be loaded by two
+# processes at once; compiling takes no TPU from anyone.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
 def chip_of(topology: str) -> Chip:
     """The chip of a topology name such as `v5e:4x4`.
 
@@ -54,16 +64,15 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
     Raises:
         ModuleNotFoundError: libtpu, the compiler for TPUs, is not installed.
-        ValueError: a topology that libtpu does not know, or another process that holds libtpu.
+        ValueError: a topology that libtpu does not know; its own words follow.
     """
     chip_of(topology)
     if find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             "compiling for TPUs needs their compiler, libtpu: pip install 'dspark_jax[tpu]' (no TPU is needed)"
         )
-    # Without these libtpu asks the cloud's metadata server about the machine it runs on.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except (RuntimeError, NotImplementedError) as error:

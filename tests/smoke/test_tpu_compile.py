@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +22,7 @@ from dspark_jax.engine.steps import Steps
 from dspark_jax.nn.paged import PagedAttention
 from dspark_jax.sharding import AXES, tree_shardings
 from dspark_jax.target.loading import parameter_shapes
+from dspark_jax.training.tpu import topology_devices
 from dspark_jax.types import TargetTables
 
 TARGET = DecoderConfig(
@@ -31,12 +30,6 @@ TARGET = DecoderConfig(
     head_dim=64, rms_norm_eps=1e-6, rope=RopeConfig(), max_position=1024, qk_norm=True,
 )  # fmt: skip
 BLOCK, SLOTS, LENGTH = 3, 8, 512
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 @functools.cache
@@ -45,10 +38,7 @@ def mesh_of(name, tensor):
     pytest.importorskip(
         "libtpu", reason="libtpu is not installed: `pip install libtpu` compiles for TPUs on any machine"
     )
-    # Or libtpu asks a metadata server which machine this is, and refuses to be loaded by two processes at once.
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:tensor]
+    devices = topology_devices(name)[:tensor]
     devices = np.array(devices).reshape(1, 1, tensor)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
@@ -117,4 +107,7 @@ def test_a_step_compiles(slice_name, tensor, rows, width):
 
 def test_drafting_compiles():
     steps, arguments = prepare(mesh_of("v5e:2x2", 2))
-    jax.jit(steps.propose, donate_argnums=2).lower(*arguments).compile()
+    compiled = jax.jit(steps.propose, donate_argnums=2).lower(*arguments).compile()
+    # The drafter only reads its context: all memory passes through where it is.
+    memory = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
+    assert compiled.memory_analysis().alias_size_in_bytes >= memory

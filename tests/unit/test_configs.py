@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dspark_jax.config import DecoderConfig, RopeConfig, spread_layer_ids
+from dspark_jax.config import spread_layer_ids
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.target.transformer import check_tap_ids
+from dspark_jax.training.abstract import KNOWN_TARGETS
 from dspark_jax.training.config import TrainConfig, drafter_config, load_config
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
@@ -22,48 +23,8 @@ FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 QWEN3 = [path for path in FILES if path.stem.startswith("qwen3_")]
 
 
-def qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen3",
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1_000_000.0),
-        max_position=40_960,
-        qk_norm=True,
-        tie_word_embeddings=tied,
-    )
-
-
-# As in the models' own config.json.
-TARGETS = {
-    "smollm2-135m": DecoderConfig(
-        family="llama",
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=100_000.0),
-        max_position=8192,
-        tie_word_embeddings=True,
-    ),
-    "Qwen/Qwen3-4B": qwen3(2560, 9728, 36, 32, tied=True),
-    "Qwen/Qwen3-8B": qwen3(4096, 12_288, 36, 32, tied=False),
-    "Qwen/Qwen3-14B": qwen3(5120, 17_408, 40, 40, tied=False),
-}
-
-
 def parameter_count(config: TrainConfig) -> int:
-    shape = drafter_config(config, TARGETS[config.target])
+    shape = drafter_config(config, KNOWN_TARGETS[config.target])
     functions = functions_for(shape, jnp.dtype(config.dtype))
     params = jax.eval_shape(lambda key: functions.initialise(key, shape.feature_width), jax.random.key(0))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
@@ -81,7 +42,7 @@ def test_every_qwen3_drafter_has_a_file():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_loads_and_its_drafter_fits_its_target(path):
     config = load_config(path)
-    target = TARGETS[config.target]
+    target = KNOWN_TARGETS[config.target]
     shape = drafter_config(config, target)
     check_tap_ids(target, shape.target_layer_ids)
     assert path.stem.rpartition("_")[2] == config.drafter.kind == shape.name.lower().replace("-", "")
@@ -99,9 +60,9 @@ def test_qwen3_files_hold_the_recipe(path):
     assert (config.batch_size, config.sequence_length, config.epochs, config.packed) == (512, 4096, 10, False)
     assert config.optimizer == OptimizerConfig() and config.optimizer.learning_rate == 6e-4
     assert (config.optimizer.warmup, config.optimizer.clip, config.optimizer.weight_decay) == (0.04, 1.0, 0.0)
-    shape = drafter_config(config, TARGETS[config.target])
-    assert shape.target_layer_ids == spread_layer_ids(TARGETS[config.target].num_layers)
-    assert (shape.block_size, shape.decoder.intermediate_size) == (7, TARGETS[config.target].intermediate_size)
+    shape = drafter_config(config, KNOWN_TARGETS[config.target])
+    assert shape.target_layer_ids == spread_layer_ids(KNOWN_TARGETS[config.target].num_layers)
+    assert (shape.block_size, shape.decoder.intermediate_size) == (7, KNOWN_TARGETS[config.target].intermediate_size)
     expected = {"dspark": (5, 256, True, 512), "dflash": (5, 0, False, 512), "eagle3": (1, 0, False, None)}[kind]
     found = (config.drafter.layers, shape.markov_rank, shape.confidence_head, config.num_anchors)
     assert found == expected
@@ -114,7 +75,7 @@ def test_docstrings_state_size_taps_and_slices(path):
     config, text = load_config(path), " ".join(docstring(path).split())
     stated = re.search(r"([\d,]+) parameters; taps ([\d, ]+) of (\d+) layers", text)
     assert stated is not None
-    target = TARGETS[config.target]
+    target = KNOWN_TARGETS[config.target]
     assert int(stated[1].replace(",", "")) == parameter_count(config)
     taps = drafter_config(config, target).target_layer_ids
     assert [int(x) for x in stated[2].split(",")] == list(taps) and int(stated[3]) == target.num_layers

@@ -13,10 +13,12 @@ from dspark_jax.bench.serve import Replay, bench_replay
 from dspark_jax.engine.profile import StepProfile, measure_profile
 from dspark_jax.evaluation.replay import record_traces, replay, save_traces
 from dspark_jax.evaluation.serving import (
+    Load,
     LoadPoint,
     LoadSettings,
     ServingSystem,
     best_other_ratio,
+    load_from_report,
     load_grid,
     load_report,
     matched_ratio,
@@ -41,8 +43,9 @@ def measured():
     ]
     settings = LoadSettings(concurrency=(2,), requests=2, max_new_tokens=6, max_length=40, repeats=2, profile_context=8)
     said = []
-    load = measure_load(TARGET, systems, PROMPTS, settings, on_progress=said.append)
-    return load, settings, said
+    loads = list(measure_load(TARGET, systems, PROMPTS, settings, 2, on_progress=said.append))
+    assert [len(load.points) for load in loads] == [3, 6]
+    return loads[-1], settings, said
 
 
 def test_every_system_serves_the_same_load(measured, tmp_path):
@@ -59,7 +62,8 @@ def test_every_system_serves_the_same_load(measured, tmp_path):
     rows = summarize_load(points)
     assert [r.system for r in rows] == ["plain", "fixed 2", "scheduled"]
     assert "| 2 | scheduled |" in markdown(load_grid(rows))
-    json.dumps(load_report(load, settings))
+    report = json.loads(json.dumps(load_report(load, settings)))
+    assert load_from_report(report, tmp_path) == load == load.finished(6) and load.finished(7) == Load()
     pytest.importorskip("matplotlib")
     assert all(path.stat().st_size > 1000 for path in write_load_plots(rows, tmp_path))
 
