@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_jax.compile import main
+from dspark_jax.compile import EXIT_DOES_NOT_FIT, main
 from dspark_jax.files import atomic_write
 from dspark_jax.terminal import EXIT_ERROR
 
@@ -59,6 +59,16 @@ def test_a_small_step_fits(arguments, tmp_path, capsys):
     assert report["collective_totals"].keys() >= {"all-gather"}
     assert "It fits." in printed and "all-gather" in printed
     assert text.read_text().startswith("HloModule")
+
+
+def test_a_step_that_does_not_fit_is_told_why(arguments, tmp_path, capsys):
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    output = tmp_path / "report.json"
+    large = ["--sequence-length", "4096", "--num-anchors", "2048", "--batch-size", "64", "--accumulation", "1"]
+    assert main([*arguments, *large, "--vocab-chunk", "512", "--output", str(output)]) == EXIT_DOES_NOT_FIT
+    report = json.loads(output.read_text())
+    assert not report["fits"] and "hbm" in report["reason"].lower()
+    assert "It does not fit: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -65,7 +65,10 @@ def inputs(steps, config, mesh):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
     )
     everywhere = lambda tree: place(tree, jax.tree.map(lambda _: whole, tree))
-    memory = Memory(place(memory.caches, jax.tree.map(lambda _: pages, memory.caches)), everywhere(memory.draft))
+    # The drafter's dense caches: heads split where they can be, as its projections give them.
+    split = P(None, "tensor") if target.num_kv_heads % mesh.shape["tensor"] == 0 else P()
+    heads = jax.tree.map(lambda _: NamedSharding(mesh, split), memory.draft)
+    memory = Memory(place(memory.caches, jax.tree.map(lambda _: pages, memory.caches)), place(memory.draft, heads))
     return place(weights, tree_shardings(mesh, weights)), everywhere(slots), memory
 
 
@@ -108,6 +111,6 @@ def test_a_step_compiles(slice_name, tensor, rows, width):
 def test_drafting_compiles():
     steps, arguments = prepare(mesh_of("v5e:2x2", 2))
     compiled = jax.jit(steps.propose, donate_argnums=2).lower(*arguments).compile()
-    # The drafter only reads its context: all memory passes through where it is.
+    # All memory passes through where it is, in the layout it has.
     memory = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
     assert compiled.memory_analysis().alias_size_in_bytes >= memory

@@ -101,5 +101,10 @@ def test_the_compilers_words_on_memory():
         "Used 23.08G of 15.75G hbm. Exceeded hbm capacity by 7.33G.\n\nTotal hbm usage >= 23.33G:\n"
     )
     assert out_of_memory(RuntimeError(text)) == "Used 23.08G of 15.75G hbm. Exceeded hbm capacity by 7.33G."
+    recent = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (19.99G) exceeds available HBM (15.75G). HLO module: jit_train."
+    )
+    assert out_of_memory(RuntimeError(recent)) == recent
     assert out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: vmem")) == "RESOURCE_EXHAUSTED: vmem"
     assert out_of_memory(RuntimeError("INTERNAL: Mosaic failed")) is None
