@@ -64,6 +64,7 @@ def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
     if mesh.size < len(devices):
         sizes = f"data {config.mesh.data} x fsdp {config.mesh.fsdp} x tensor {config.mesh.tensor}"
         raise ValueError(f"mesh {sizes} leaves {len(devices) - mesh.size} of {len(devices)} devices idle: set --mesh.*")
+    config = dataclasses.replace(config, attention=config.attention or "kernel")
     target = abstract_target(config.target, target_shape(command, config), jnp.dtype(config.dtype))
     step = abstract_step(config, target, mesh)
     report: dict[str, Any] = {

@@ -146,20 +146,36 @@ def constrain_parameters(tree: Any) -> Any:
         RuntimeError: no mesh is set.
         ValueError: a path that no rule knows.
     """
-    return _constrain_tree(tree, parameter_spec)
+
+    def store(path: str, leaf: Array, mesh: AbstractMesh) -> Array:
+        return jax.lax.with_sharding_constraint(leaf, parameter_spec(path, leaf.shape, mesh))
+
+    return _map_parameters(tree, store)
 
 
 def gather_parameters(tree: Any) -> Any:
     """Fix the layout in which parameters are computed with, inside a jitted function: whole along `fsdp`.
 
     Without it compilers may as well split activations by width and sum them over `fsdp` after every product. Gradients
-    come back summed over the rows of all devices.
+    go back in the layout that parameters are stored in, so that each device receives the sum of its own part only.
 
     Raises:
         RuntimeError: no mesh is set.
         ValueError: a path that no rule knows.
     """
-    return _constrain_tree(tree, computing_spec)
+
+    def gather(path: str, leaf: Array, mesh: AbstractMesh) -> Array:
+        @jax.custom_vjp
+        def whole(x):
+            return jax.lax.with_sharding_constraint(x, computing_spec(path, leaf.shape, mesh))
+
+        def back(_, gradient):
+            return (jax.lax.with_sharding_constraint(gradient, parameter_spec(path, leaf.shape, mesh)),)
+
+        whole.defvjp(lambda x: (whole(x), None), back)
+        return whole(leaf)
+
+    return _map_parameters(tree, gather)
 
 
 def computing_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
@@ -167,15 +183,11 @@ def computing_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -
     return P(*(None if axis == "fsdp" else axis for axis in parameter_spec(path, shape, mesh)))
 
 
-def _constrain_tree(tree: Any, spec: Callable[[str, Sequence[int], AbstractMesh], P]) -> Any:
+def _map_parameters(tree: Any, change: Callable[[str, Array, AbstractMesh], Array]) -> Any:
     mesh = current_mesh()
     if mesh is None:
         raise RuntimeError("parameters are laid out inside a mesh: wrap the call in `with jax.set_mesh(mesh):`")
-
-    def fix(path: tuple[Any, ...], leaf: Any) -> Any:
-        return jax.lax.with_sharding_constraint(leaf, spec(_path_text(path), leaf.shape, mesh))
-
-    return jax.tree_util.tree_map_with_path(fix, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(_path_text(path), leaf, mesh), tree)
 
 
 def check_collisions(spec: P, where: str) -> None:

@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.heads import ConfidenceHead, MarkovHead
-from dspark_jax.nn.attention import Attend, AttentionSpec, masked_exponentials
+from dspark_jax.nn.attention import Attend, AttentionSpec
 from dspark_jax.nn.decoder import DecoderLayer
+from dspark_jax.nn.intervals import IntervalAttention, anchor_intervals, merge
 from dspark_jax.nn.linear import Linear, RMSNorm
 
 
@@ -77,99 +78,36 @@ class ParallelDrafter(nn.Module):
             self.confidence(hidden, tokens)
 
 
-def context_mask(
-    anchors: Int[Array, "B A"],
-    keep: Bool[Array, "B A"],
-    positions: Int[Array, "B L"],
-    segments: Int[Array, "B L"],
-    block_size: int,
-    window: int | None,
-) -> Bool[Array, "B A #G L"]:
-    """What the queries of each block see of the context: positions strictly before the anchor, in its segment.
-
-    Args:
-        anchors: index of each block's anchor in the row.
-        keep: False for dummy slots, which see nothing.
-        positions, segments: of the row.
-        block_size: G.
-        window: a sliding layer also hides positions at or before `query position - window`.
-
-    Example, one row of two segments [1, 1, 1, 2, 2] and anchors 2, 4 (no window):
-        1 1 . . .
-        . . . 1 .
-    """
-    index = jnp.arange(positions.shape[1])
-    own = jnp.take_along_axis(segments, anchors, axis=1)
-    mask = (index[None, None, :] < anchors[..., None]) & (segments[:, None, :] == own[..., None]) & keep[..., None]
-    mask = mask[:, :, None, :]
-    if window is None:
-        return mask
-    query = jnp.take_along_axis(positions, anchors, axis=1)[..., None] + jnp.arange(block_size)
-    return mask & (positions[:, None, None, :] > query[..., None] - window)
-
-
 def training_attend(
     anchors: Int[Array, "B A"],
     keep: Bool[Array, "B A"],
-    positions: Int[Array, "B L"],
     segments: Int[Array, "B L"],
     block_size: int,
+    attention: IntervalAttention,
 ) -> Attend:
     """Attention of all blocks of whole rows: the context before each anchor plus the own block, nothing else.
 
-    The layer's cache argument holds the context keys and values `([B, L, K, H], [B, L, K, H])`. Context and block
-    scores stay apart (one softmax over both), so that no `[A*G, A*G]` product between blocks is ever computed.
+    The layer's cache argument holds the context keys and values `([B, L, K, H], [B, L, K, H])`. Blocks are merged into
+    their context's attention afterwards, so that no `[A*G, A*G]` product between blocks is ever computed.
     """
+    step = jnp.arange(block_size)
 
     def attend(spec: AttentionSpec, q, k, v, cache):
-        mask = context_mask(anchors, keep, positions, segments, block_size, spec.window)
-        own = jnp.ones((block_size, block_size), bool)
+        rows, anchored, size, heads, width = q.shape
+        intervals = anchor_intervals(anchors, keep, segments, block_size, spec.window)
+        out, log_mass = attention(q.reshape(rows, anchored * size, heads, width), *cache, intervals, spec.scale)
+        by_block = lambda x: x.reshape(rows, anchored, size, k.shape[-2], -1, *x.shape[3:])  # noqa: E731
+        out, log_mass, grouped = by_block(out), by_block(log_mass), by_block(q.reshape(rows, -1, heads, width))
+        own = jnp.einsum("bagknh,bamkh->bagknm", grouped, k, preferred_element_type=jnp.float32) * spec.scale
+        sees = jnp.ones((block_size, block_size), bool)
         if spec.window is not None:
-            step = jnp.arange(block_size)
-            own = step[None, :] > step[:, None] - spec.window
-        return _two_part_attention(q, (k, v), cache, mask, own, spec.scale), cache
+            sees = step[None, :] > step[:, None] - spec.window
+        out, weights = merge(out, log_mass, own, sees[:, None, None, :])
+        weights = weights.astype(v.dtype)
+        out = out + jnp.einsum("bagknm,bamkh->bagknh", weights, v, preferred_element_type=jnp.float32)
+        return out.reshape(q.shape).astype(q.dtype), cache
 
     return attend
-
-
-def _two_part_attention(
-    q: Float[Array, "B A G N H"],
-    block: tuple[Float[Array, "B A G K H"], Float[Array, "B A G K H"]],
-    context: tuple[Float[Array, "B L K H"], Float[Array, "B L K H"]],
-    context_visible: Bool[Array, "B A #G L"],
-    own_visible: Bool[Array, "G G"],
-    scale: float,
-) -> Float[Array, "B A G N H"]:
-    rows, anchors, size, heads, width = q.shape
-    (k, v), (context_k, context_v) = block, context
-    kv_heads, length = k.shape[-2], context_k.shape[1]
-    group = heads // kv_heads
-    # [B, K, n, A, G, H]: heads first, so that both products are plain batched matrix products.
-    grouped = q.reshape(rows, anchors, size, kv_heads, group, width).transpose(0, 3, 4, 1, 2, 5)
-    flat = grouped.reshape(rows * kv_heads, group * anchors * size, width)
-    context_k = context_k.transpose(0, 2, 1, 3).reshape(rows * kv_heads, length, width)
-    context_v = context_v.transpose(0, 2, 1, 3).reshape(rows * kv_heads, length, width)
-    scores = jnp.einsum("bqh,blh->bql", flat, context_k, preferred_element_type=jnp.float32) * scale
-    scores = scores.reshape(rows, kv_heads, group, anchors, size, length)
-    own = jnp.einsum("bknagh,bamkh->bknagm", grouped, k, preferred_element_type=jnp.float32) * scale
-    joint = jnp.concatenate([scores, own], axis=-1)
-    visible = jnp.concatenate(
-        [
-            jnp.broadcast_to(context_visible, (rows, anchors, size, length)),
-            jnp.broadcast_to(own_visible, (rows, anchors, size, size)),
-        ],
-        axis=-1,
-    )
-    weights, total = masked_exponentials(joint, visible[:, None, None])
-    weights = weights.astype(v.dtype)
-    out = jnp.einsum(
-        "bql,blh->bqh",
-        weights[..., :length].reshape(rows * kv_heads, -1, length),
-        context_v,
-        preferred_element_type=jnp.float32,
-    ).reshape(*grouped.shape)
-    out = out + jnp.einsum("bknagm,bamkh->bknagh", weights[..., length:], v, preferred_element_type=jnp.float32)
-    return (out / total).transpose(0, 3, 4, 1, 2, 5).reshape(q.shape).astype(q.dtype)
 
 
 def gather_rows(values: Float[Array, "B L D"], index: Int[Array, "B ..."]) -> Float[Array, "B ... D"]:

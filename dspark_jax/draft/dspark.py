@@ -16,6 +16,7 @@ from dspark_jax.draft.contract import chooser
 from dspark_jax.draft.heads import sample_block
 from dspark_jax.nn import run
 from dspark_jax.nn.attention import KVCache, RaggedPlan, cache_attend, make_plan
+from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
 from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetFeatures, TargetTables
 
 
@@ -186,6 +187,7 @@ class DSparkFunctions:
         anchors: Int[Array, "B A"],
         keep: Bool[Array, "B A"],
         labels: Int[Array, "B A G"],
+        attention: IntervalAttention = DENSE_INTERVALS,
     ) -> BlockOutputs:
         """Run every block of whole rows with teacher forcing (DSpark §3; SPEC §3-4).
 
@@ -196,6 +198,7 @@ class DSparkFunctions:
             tokens, positions, segments: the rows.
             anchors, keep: drawn anchors; dummies see no context.
             labels: true tokens of each slot; slot k's previous token is the anchor or label k-1.
+            attention: how the rows attend.
         """
         at = lambda values: jnp.take_along_axis(values, anchors, axis=1)  # noqa: E731
         size = self.config.block_size
@@ -208,7 +211,7 @@ class DSparkFunctions:
             params,
             tables.embed_tokens(inputs, self.dtype),
             at(positions)[..., None] + steps,
-            training_attend(anchors, keep, positions, segments, size),
+            training_attend(anchors, keep, segments, size, attention),
             run(module, params, taps, positions, method="context"),
             method="blocks",
         )

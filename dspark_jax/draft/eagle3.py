@@ -23,11 +23,10 @@ from dspark_jax.nn.attention import (
     KVCache,
     RaggedPlan,
     cache_attend,
-    causal_mask,
     make_plan,
-    masked_exponentials,
 )
 from dspark_jax.nn.decoder import Attention, Mlp
+from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention, causal_intervals, merge
 from dspark_jax.nn.linear import Linear, RMSNorm
 from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetFeatures, TargetTables
 
@@ -225,6 +224,7 @@ class Eagle3Functions:
         tokens: Int[Array, "B L"],
         positions: Int[Array, "B L"],
         segments: Int[Array, "B L"],
+        attention: IntervalAttention = DENSE_INTERVALS,
     ) -> Float[Array, "B L G D"]:
         """Training-time test: normed states of all G steps at every position (SPEC §6).
 
@@ -235,7 +235,7 @@ class Eagle3Functions:
         out, keys = [], (None, ())
         for t in range(self.config.block_size):
             shifted = shift_left(tokens, segments, t + 1)
-            attend = _test_time_attend(positions, segments, t)
+            attend = _test_time_attend(segments, t, attention)
             embedded = tables.embed_tokens(shifted, self.dtype)
             g, keys = run(self.module, params, embedded, g, positions + t, attend, keys, method="step")
             out.append(run(self.module, params, g, method="head"))
@@ -255,8 +255,13 @@ def shift_left(values: Array, segments: Int[Array, "B L"], by: int) -> Array:
     return jnp.where(same, moved, jnp.zeros((), values.dtype))
 
 
-def _test_time_attend(positions: Int[Array, "B L"], segments: Int[Array, "B L"], step: int) -> Attend:
-    """Attention of training-time-test step `step`; the cache is `(step-0 keys and values, those of later steps)`."""
+def _test_time_attend(segments: Int[Array, "B L"], step: int, attention: IntervalAttention) -> Attend:
+    """Attention of training-time-test step `step`; the cache is `(step-0 keys and values, those of later steps)`.
+
+    A row sees the step-0 keys up to its own position, and of each later step the key at its own position.
+    """
+    # Rows within `step` of their segment's end would predict past it: they see nothing.
+    alive = shift_left(segments, segments, step) > 0
 
     def attend(spec: AttentionSpec, q, k, v, cache):
         first, later = cache
@@ -264,44 +269,17 @@ def _test_time_attend(positions: Int[Array, "B L"], segments: Int[Array, "B L"],
             first = (k, v)
         else:
             later = (*later, (k, v))
-        # Rows within `step` of their segment's end would predict past it: they see nothing.
-        alive = shift_left(segments, segments, step) > 0
-        mask = causal_mask(positions, segments, spec.window) & alive[:, :, None]
-        return _diagonal_attention(q, first, later, mask, alive, spec.scale), (first, later)
+        intervals = causal_intervals(segments, spec.window)
+        intervals = intervals.replace(end=jnp.where(alive, intervals.end, intervals.begin))
+        out, log_mass = attention(q, *first, intervals, spec.scale)
+        if later:
+            by_head = lambda x: x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:])  # noqa: E731  [B, L, K, n, ...]
+            out, log_mass, grouped = by_head(out), by_head(log_mass), by_head(q).astype(jnp.float32)
+            dot = lambda key: jnp.sum(grouped * key.astype(jnp.float32)[:, :, :, None], axis=-1)  # noqa: E731
+            own = jnp.stack([dot(key) * spec.scale for key, _ in later], axis=-1)
+            out, weights = merge(out, log_mass, own, alive[:, :, None, None, None])
+            for i, (_, value) in enumerate(later):
+                out = out + weights[..., i, None] * value.astype(jnp.float32)[:, :, :, None]
+        return out.reshape(q.shape).astype(q.dtype), (first, later)
 
     return attend
-
-
-def _diagonal_attention(
-    q: Float[Array, "B L N H"],
-    first: tuple[Float[Array, "B L K H"], Float[Array, "B L K H"]],
-    later: tuple[tuple[Array, Array], ...],
-    mask: Bool[Array, "B L L"],
-    alive: Bool[Array, "B L"],
-    scale: float,
-) -> Float[Array, "B L N H"]:
-    """Softmax over the masked step-0 keys and one key of each later step (the query's own position)."""
-    rows, length, heads, width = q.shape
-    k, v = first
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    grouped = q.reshape(rows, length, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
-    flat = grouped.reshape(rows * kv_heads, group * length, width)
-    by_head = lambda x: x.transpose(0, 2, 1, 3)  # noqa: E731  [B, K, L, H]
-    keys, values = (by_head(x).reshape(rows * kv_heads, length, width) for x in (k, v))
-    scores = jnp.einsum("bqh,bmh->bqm", flat, keys, preferred_element_type=jnp.float32)
-    scores = scores.reshape(rows, kv_heads, group, length, length) * scale
-    visible = jnp.broadcast_to(mask[:, None, None], scores.shape)
-    diagonals = [
-        jnp.sum(grouped.astype(jnp.float32) * by_head(key).astype(jnp.float32)[:, :, None], axis=-1, keepdims=True)
-        * scale
-        for key, _ in later
-    ]
-    own = jnp.broadcast_to(alive[:, None, None, :, None], (rows, kv_heads, group, length, 1))
-    joint = jnp.concatenate([scores, *diagonals], axis=-1)
-    weights, total = masked_exponentials(joint, jnp.concatenate([visible, *[own] * len(later)], axis=-1))
-    main = weights[..., :length].astype(v.dtype).reshape(rows * kv_heads, group * length, length)
-    out = jnp.einsum("bqm,bmh->bqh", main, values, preferred_element_type=jnp.float32).reshape(grouped.shape)
-    for i, (_, value) in enumerate(later):
-        out = out + weights[..., length + i, None] * by_head(value).astype(jnp.float32)[:, :, None]
-    return (out / total).transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

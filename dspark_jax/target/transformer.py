@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.nn import run
-from dspark_jax.nn.attention import DENSE, Attend, AttentionBackend, RaggedPlan, rows_attend
+from dspark_jax.nn.attention import DENSE, Attend, AttentionBackend, RaggedPlan
 from dspark_jax.nn.decoder import DecoderLayer
+from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention, rows_attend
 from dspark_jax.nn.linear import RMSNorm
 from dspark_jax.types import Params, TargetFeatures, TargetTables
 
@@ -79,6 +80,7 @@ def forward_rows(
     positions: Int[Array, "B L"],
     tap_ids: tuple[int, ...] = (),
     dtype: Any = jnp.float32,
+    attention: IntervalAttention = DENSE_INTERVALS,
 ) -> TargetFeatures:
     """Run whole rows, causal inside each segment.
 
@@ -91,6 +93,7 @@ def forward_rows(
         positions: position of each token inside its document.
         tap_ids: layers to tap.
         dtype: type of products and residual stream.
+        attention: how the rows attend.
 
     Returns:
         Taps `[B, L, F*D]` and last hidden `[B, L, D]`.
@@ -100,7 +103,7 @@ def forward_rows(
         params,
         tables.embed_tokens(tokens, dtype),
         positions,
-        rows_attend(positions, segments),
+        rows_attend(segments, attention),
         None,
         tap_ids,
     )

@@ -36,7 +36,11 @@ FREE_SETTINGS = frozenset(
         "decode_every",
         "decode_prompts",
         "tensorboard",
+        "profile_steps",
+        "max_bad_steps",
         "mesh",
+        "processes",
+        "attention",
     }
 )
 

@@ -70,6 +70,21 @@ class MeshShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """How the processes of a run find each other; a run on one host needs none of it.
+
+    Attributes:
+        coordinator: "auto" where the cluster tells (TPU slices, Slurm, GKE); HOST:PORT of process 0 elsewhere.
+        index: number of this process, with an address.
+        count: number of processes, with an address.
+    """
+
+    coordinator: str | None = None
+    index: int | None = None
+    count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run.
 
@@ -94,10 +109,13 @@ class TrainConfig:
         min_loss_tokens: conversations with fewer supervised tokens are dropped.
         seed: names parameters, data order and anchors.
         dtype: of products and activations; weights and moments are float32.
+        attention: "dense" computes all scores, "kernel" only the blocks that are seen, on TPUs; None chooses by device.
         vocab_chunk: anchors (EAGLE-3, MTP: positions) of each row whose logits exist at once.
         vocab_columns: vocabulary columns a training step computes: the frequent tokens, the batch's own and an unbiased
             sample of the rest; None computes all (the exact loss). Validation is always exact.
         mesh: device mesh.
+        processes: the run's processes, one a host.
+        max_bad_steps: steps in a row without finite gradients before the run gives up; each is skipped.
         checkpoint_every: steps between checkpoints; there is always one at the end.
         keep_checkpoints: older ones are deleted, exports with them.
         log_every: steps summed into one line of the log.
@@ -106,6 +124,7 @@ class TrainConfig:
         decode_every: steps between checks by real decoding; None for none.
         decode_prompts: prompts of such a check.
         tensorboard: also write TensorBoard files.
+        profile_steps: first and last step that are traced for xprof, into `output/profile`; None for none.
     """
 
     drafter: DrafterShape
@@ -127,9 +146,12 @@ class TrainConfig:
     min_loss_tokens: int = 14
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Literal["dense", "kernel"] | None = None
     vocab_chunk: int = 1
     vocab_columns: int | None = None
     mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
+    processes: ProcessConfig = dataclasses.field(default_factory=ProcessConfig)
+    max_bad_steps: int = 20
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     log_every: int = 10
@@ -138,6 +160,7 @@ class TrainConfig:
     decode_every: int | None = None
     decode_prompts: int = 16
     tensorboard: bool = False
+    profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):

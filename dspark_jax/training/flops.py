@@ -60,7 +60,8 @@ def layer_weights(decoder: DecoderConfig, *, width: int | None = None) -> int:
 
 
 def traced_flops(jaxpr: Any) -> float:
-    """Operations in the products of a program as it was written: loops times their length, branches at their dearest.
+    """Operations in the products of a program as it was written: loops times their length, branches at their dearest,
+    kernels as they declare themselves.
 
     Args:
         jaxpr: closed, over global arrays; what a compiler recomputes or leaves out later is not in it.
@@ -71,11 +72,16 @@ def traced_flops(jaxpr: Any) -> float:
         name, parameters = equation.primitive.name, equation.params
         if name == "dot_general":
             total += _dot_flops(equation)
+        elif name == "pallas_call":
+            declared = parameters["cost_estimate"]
+            total += 0 if declared is None else declared.flops
         elif name == "cond":
             total += max(traced_flops(branch) for branch in parameters["branches"])
         else:
             inner = sum(traced_flops(x) for x in jaxprs_in_params(parameters))
-            total += inner * (parameters["length"] if name == "scan" else 1)
+            # The body of a shard_map is what one device does.
+            times = {"scan": lambda: parameters["length"], "shard_map": lambda: parameters["mesh"].size}
+            total += inner * times.get(name, lambda: 1)()
     return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -14,6 +15,8 @@ from dspark_jax.data.pipeline import BatchSource
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.loading import functions_for, load_drafter
+from dspark_jax.nn.interval_kernel import KernelIntervals
+from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
 from dspark_jax.target.loading import Target
 from dspark_jax.target.transformer import check_tap_ids
 from dspark_jax.training.columns import SampledVocabulary, frequent_tokens
@@ -101,11 +104,14 @@ def create_step(config: TrainConfig, target: Target, steps: int, sampled: Sample
     shape = drafter_config(config, target.config)
     check_tap_ids(target.config, shape.target_layer_ids)
     functions = functions_for(shape, jnp.dtype(config.dtype))
+    attention = interval_attention(config.attention)
     objective: Objective
     if isinstance(functions, DSparkFunctions):
-        objective = BlockObjective(functions, config.loss, shape.num_anchors, config.seed, config.vocab_chunk)
+        objective = BlockObjective(
+            functions, config.loss, shape.num_anchors, config.seed, config.vocab_chunk, attention
+        )
     else:
-        objective = Eagle3Objective(functions, config.vocab_chunk)
+        objective = Eagle3Objective(functions, config.vocab_chunk, attention)
     peak, warmup = config.optimizer.learning_rate, warmup_steps(config.optimizer, steps)
     return Step(
         functions=functions,
@@ -114,7 +120,15 @@ def create_step(config: TrainConfig, target: Target, steps: int, sampled: Sample
         optimizer=create_optimizer(config.optimizer),
         schedule=lambda step: learning_rate(step, peak, warmup, steps),
         sampled=sampled,
+        attention=attention,
     )
+
+
+def interval_attention(name: str | None) -> IntervalAttention:
+    """How rows attend, by the name that a config gives it; None takes the kernel on TPUs and dense attention elsewhere."""
+    if name is None:
+        name = "kernel" if jax.default_backend() == "tpu" else "dense"
+    return KernelIntervals() if name == "kernel" else DENSE_INTERVALS
 
 
 def frequent_columns(config: TrainConfig) -> int:

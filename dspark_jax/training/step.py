@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
+from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
 from dspark_jax.sharding import constrain, constrain_parameters, gather_parameters
 from dspark_jax.target.transformer import forward_rows
 from dspark_jax.training.anchors import Anchors, BlockLabels, block_labels, draw_anchors, row_keys
@@ -100,6 +101,7 @@ class BlockObjective:
         num_anchors: anchors of a row.
         seed: names the draws.
         chunk: anchors of a row whose logits exist at once.
+        attention: how rows attend.
     """
 
     functions: DSparkFunctions
@@ -107,6 +109,7 @@ class BlockObjective:
     num_anchors: int
     seed: int
     chunk: int
+    attention: IntervalAttention = DENSE_INTERVALS
 
     def select(self, batch: DeviceBatch, step: Int[Array, ""]) -> tuple[tuple[Anchors, BlockLabels], Float[Array, ""]]:
         """Draw anchors by (seed, step, row) and find their labels."""
@@ -132,7 +135,7 @@ class BlockObjective:
         last_hidden = features.last_hidden if measure or self.config.tv or self.config.confidence else None
         outputs = self.functions.train_blocks(
             params, tables, features.taps, batch.tokens, batch.positions, batch.segments, anchors.index, anchors.keep,
-            labels.tokens,
+            labels.tokens, self.attention,
         )  # fmt: skip
         return block_loss(
             outputs, params, tables, last_hidden, anchors, labels, self.config, denominator,
@@ -147,10 +150,12 @@ class Eagle3Objective:
     Attributes:
         functions: the drafter.
         chunk: positions of a row whose logits exist at once.
+        attention: how rows attend.
     """
 
     functions: Eagle3Functions
     chunk: int
+    attention: IntervalAttention = DENSE_INTERVALS
 
     def select(self, batch: DeviceBatch, step: Int[Array, ""]) -> tuple[tuple[()], Float[Array, ""]]:
         """Nothing is drawn; the denominator is the number of positions, supervised or not."""
@@ -172,7 +177,13 @@ class Eagle3Objective:
         del measure  # the objective itself reads the target's distribution
         assert features.last_hidden is not None
         states = self.functions.train_states(
-            params, tables, self.functions.inputs(features), batch.tokens, batch.positions, batch.segments
+            params,
+            tables,
+            self.functions.inputs(features),
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            self.attention,
         )
         return eagle3_loss(
             states,
@@ -195,6 +206,7 @@ def target_features(
     batch: DeviceBatch,
     tap_ids: tuple[int, ...],
     dtype: Any,
+    attention: IntervalAttention = DENSE_INTERVALS,
 ) -> TargetFeatures:
     """Features of a batch: the cached ones where it carries them, else the frozen target's, without gradient."""
     if batch.last_hidden is not None:
@@ -202,7 +214,7 @@ def target_features(
     if target_params is None:
         raise ValueError("the batch carries no features and the target's parameters were not given: pass one of them")
     features = forward_rows(
-        config, target_params, tables, batch.tokens, batch.segments, batch.positions, tap_ids, dtype
+        config, target_params, tables, batch.tokens, batch.segments, batch.positions, tap_ids, dtype, attention
     )
     return jax.lax.stop_gradient(features)
 
@@ -226,6 +238,7 @@ class Step:
         optimizer: direction of the update.
         schedule: step to learning rate.
         sampled: sampled vocabulary of the training losses; None computes all of it.
+        attention: how the target's rows attend.
     """
 
     functions: DSparkFunctions | Eagle3Functions
@@ -234,6 +247,7 @@ class Step:
     optimizer: optax.GradientTransformation
     schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
     sampled: SampledVocabulary | None = None
+    attention: IntervalAttention = DENSE_INTERVALS
 
     def train(
         self, state: TrainState, batch: DeviceBatch, tables: TargetTables, target_params: Params | None
@@ -280,7 +294,13 @@ class Step:
         batch, selection = jax.tree.map(lambda x: constrain(x, "rows"), (batch, selection))
         params = gather_parameters(params)
         features = target_features(
-            self.target, gather_parameters(target_params), tables, batch, self.functions.tap_ids, self.functions.dtype
+            self.target,
+            gather_parameters(target_params),
+            tables,
+            batch,
+            self.functions.tap_ids,
+            self.functions.dtype,
+            self.attention,
         )
         features = jax.tree.map(lambda x: constrain(x, "rows"), features)
         return self.objective.loss(params, tables, features, batch, selection, denominator, columns, measure)

@@ -11,8 +11,8 @@ import pytest
 from goldens import ABSENT, golden_cases
 from safetensors.numpy import load_file
 
-from dspark_jax.draft.backbone import context_mask
 from dspark_jax.draft.loading import arrange_params, drafter_config, functions_for, tensor_name
+from dspark_jax.nn.intervals import anchor_intervals
 from dspark_jax.training.anchors import Anchors, block_labels, slot_decay
 from dspark_jax.training.losses import LossConfig, block_loss, eagle3_loss, slot_weights
 from dspark_jax.types import TargetTables
@@ -87,10 +87,10 @@ def test_masks_positions_and_labels(folder):
     anchors = r["anchors"]
     batch, length = r["tokens"].shape
     count = anchors.index.shape[1]
-    mask = context_mask(anchors.index, anchors.keep, r["positions"], r["segments"], size, None)
+    mask = anchor_intervals(anchors.index, anchors.keep, r["segments"], size).mask(length)
     dense = np.asarray(expected["attention_mask_dense"]).reshape(batch, count, size, -1)
     keep = np.asarray(anchors.keep)
-    got = np.broadcast_to(np.asarray(mask), (batch, count, size, length))
+    got = np.asarray(mask).reshape(batch, count, size, length)
     np.testing.assert_array_equal(got[keep], dense[..., :length][keep])
     positions = np.asarray(expected["position_ids"])[:, length:].reshape(batch, count, size)
     ours = np.asarray(anchors.index)[..., None] + np.arange(size)

@@ -1,4 +1,4 @@
-"""What the blocks of a row see in training: literal masks, and the two-part attention against one dense softmax."""
+"""What the blocks of a row see in training: context and own block against one dense softmax."""
 
 from __future__ import annotations
 
@@ -7,31 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.draft.backbone import context_mask, gather_rows, training_attend
+from dspark_jax.draft.backbone import gather_rows, training_attend
 from dspark_jax.draft.eagle3 import shift_left
-from dspark_jax.nn.attention import AttentionSpec, masked_attention
-
-KEEP = jnp.ones((1, 2), bool)
-
-
-def test_context_mask_of_the_docstring():
-    segments, positions = jnp.asarray([[1, 1, 1, 2, 2]]), jnp.asarray([[0, 1, 2, 0, 1]])
-    mask = context_mask(jnp.asarray([[2, 4]]), KEEP, positions, segments, 3, None)
-    np.testing.assert_array_equal(mask[0, :, 0], [[1, 1, 0, 0, 0], [0, 0, 0, 1, 0]])
-    dummy = context_mask(jnp.asarray([[2, 4]]), jnp.asarray([[True, False]]), positions, segments, 3, None)
-    assert not dummy[0, 1].any()
-
-
-def test_context_mask_with_a_window():
-    """Query k of anchor a sees (a + k - window, a): one context token fewer for every slot further on."""
-    positions, ones = jnp.arange(6)[None], jnp.ones((1, 6), jnp.int32)
-    mask = context_mask(jnp.asarray([[4, 1]]), KEEP, positions, ones, 3, 3)
-    np.testing.assert_array_equal(mask[0, 0], [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(mask[0, 1], [[1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
-
+from dspark_jax.nn.attention import AttentionSpec, heads_first_attention
+from dspark_jax.nn.intervals import DENSE_INTERVALS
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5])
-def test_two_part_attention_equals_a_dense_mask(window):
+def test_context_and_block_equal_a_dense_mask(window):
     """Against one softmax over [context; all blocks] with the full mask written out cell by cell."""
     rng = np.random.default_rng(0)
     rows, length, size, heads, kv_heads, width = 2, 9, 3, 4, 2, 5
@@ -52,11 +34,13 @@ def test_two_part_attention_equals_a_dense_mask(window):
 
     @jax.jit
     def both(q, k, v, context):
-        attend = training_attend(*(jnp.asarray(x) for x in (anchors, keep, positions, segments)), size)
+        attend = training_attend(*(jnp.asarray(x) for x in (anchors, keep, segments)), size, DENSE_INTERVALS)
         ours, _ = attend(AttentionSpec(scale=0.4, window=window), q, k, v, context)
         flat = lambda x: x.reshape(rows, 3 * size, -1, width)
-        keys, values = (jnp.concatenate([c, flat(x)], 1) for c, x in zip(context, (k, v), strict=True))
-        return flat(ours), masked_attention(flat(q), keys, values, jnp.asarray(dense), 0.4)
+        keys, values = (
+            jnp.concatenate([c, flat(x)], 1).swapaxes(1, 2) for c, x in zip(context, (k, v), strict=True)
+        )
+        return flat(ours), heads_first_attention(flat(q), keys, values, jnp.asarray(dense), 0.4)
 
     ours, theirs = both(q, k, v, context)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.draft.backbone import context_mask
+from dspark_jax.nn.intervals import anchor_intervals
 from dspark_jax.training.anchors import (
     Anchors,
     block_labels,
@@ -52,15 +52,14 @@ def test_br05_every_counted_label_is_supervised():
 
 
 def test_br10_literal_packing():
-    segments, positions = jnp.asarray([[1] * 5 + [2] * 5]), jnp.asarray([[0, 1, 2, 3, 4] * 2])
-    mask = jnp.ones((1, 10), bool)
+    segments, mask = jnp.asarray([[1] * 5 + [2] * 5]), jnp.ones((1, 10), bool)
     allowed = np.flatnonzero(candidate_mask(mask, segments)[0])
     assert allowed.tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
     anchors = anchors_at(*allowed.tolist())
     labels = block_labels(anchors, jnp.arange(10)[None], mask, segments, 4)
     assert labels.valid.sum() == 20
     np.testing.assert_array_equal(labels.valid[0, 3], [1, 0, 0, 0])
-    seen = context_mask(anchors.index, anchors.keep, positions, segments, 4, None)[0, :, 0]
+    seen = anchor_intervals(anchors.index, anchors.keep, segments, 4).mask(10)[0, ::4]
     assert np.flatnonzero(seen[3]).tolist() == [0, 1, 2]
     assert np.flatnonzero(seen[5]).tolist() == [5]  # anchor 6
     assert not seen[4].any(), "a document's first token has no context"
