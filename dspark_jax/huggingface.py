@@ -173,6 +173,19 @@ def resolve_folder(name_or_path: str, patterns: Iterable[str]) -> Path:
         ) from error
 
 
+class StoredTensor:
+    """A tensor in a safetensors file; indexing reads that part alone."""
+
+    def __init__(self, file: Path, name: str):
+        self._file, self._name = file, name
+        with safe_open(file, framework="np") as f:
+            self.shape: tuple[int, ...] = tuple(f.get_slice(name).get_shape())
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        with safe_open(self._file, framework="np") as f:
+            return f.get_tensor(self._name) if index is ... or not self.shape else f.get_slice(self._name)[index]
+
+
 class SafetensorsFolder:
     """Tensors of a folder with `model.safetensors` or sharded files with an index, read lazily by name."""
 
@@ -191,9 +204,12 @@ class SafetensorsFolder:
         """Names of all tensors."""
         return set(self._file_of)
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor in its stored type (bfloat16 through ml_dtypes)."""
+    def tensor(self, name: str) -> StoredTensor:
+        """One tensor, not read yet."""
         if name not in self._file_of:
             raise KeyError(f"{self.folder}: tensor {name!r} is missing")
-        with safe_open(self._file_of[name], framework="np") as f:
-            return f.get_tensor(name)
+        return StoredTensor(self._file_of[name], name)
+
+    def read(self, name: str) -> np.ndarray:
+        """Read one tensor in its stored type (bfloat16 through ml_dtypes)."""
+        return self.tensor(name)[...]

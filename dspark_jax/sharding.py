@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -107,6 +108,18 @@ def tree_shardings(mesh: Mesh, tree: Any) -> Any:
         return NamedSharding(mesh, parameter_spec(_path_text(path), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def place(mesh: Mesh, tree: Any) -> Any:
+    """Lay a tree of parameters out on the mesh; of several processes each holds all of it and gives its parts."""
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and (not x.is_fully_addressable or jax.process_count() == 1):
+            return jax.device_put(x, sharding)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, tree, tree_shardings(mesh, tree))
 
 
 def gather(mesh: Mesh, tree: Any) -> Any:

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
@@ -20,11 +21,13 @@ from dspark_jax.data.conversations import IngestOptions, TokenizedCorpus, load_c
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.generate import generate
 from dspark_jax.evaluation.summary import round_statistics
+from dspark_jax.sharding import create_mesh
 from dspark_jax.spec.metrics import pool
 from dspark_jax.target.loading import Target, load_target
 from dspark_jax.terminal import guarded
 from dspark_jax.training.config import TrainConfig, load_config
 from dspark_jax.training.loop import DecodeCheck, train
+from dspark_jax.training.processes import join
 
 PROGRAM = "python -m dspark_jax.train"
 DECODE_TOKENS = 64
@@ -62,8 +65,10 @@ def decode_check(target: Target, corpus: TokenizedCorpus) -> DecodeCheck:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     config = parse(sys.argv[1:] if arguments is None else arguments)
-    console = Console(stderr=True)
-    target = load_target(config.target, dtype=jnp.dtype(config.dtype))
+    join(config.processes)
+    console = Console(stderr=True, quiet=jax.process_index() > 0)
+    mesh = create_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    target = load_target(config.target, dtype=jnp.dtype(config.dtype), mesh=mesh)
     options = IngestOptions(max_length=config.sequence_length, min_loss_tokens=config.min_loss_tokens)
     corpus, summary = load_corpus(config.data, target.tokenizer, options, vocab_size=target.config.vocab_size)
     console.print(summary.table())

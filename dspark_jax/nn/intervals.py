@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.nn.attention import NOTHING, Attend, AttentionSpec, masked_exponentials
 
+
 @struct.dataclass
 class Intervals:
     """Which keys each query of a row sees: those from `begin` up to and not including `end`.

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.files import smollm2_gguf
-from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json, resolve_folder
+from dspark_jax.huggingface import SafetensorsFolder, StoredTensor, decoder_config, read_json, resolve_folder
+from dspark_jax.sharding import parameter_spec
 from dspark_jax.target.gguf import read_gguf
 from dspark_jax.target.tokenizer import load_tokenizer, stop_token_ids
 from dspark_jax.target.transformer import Transformer
 from dspark_jax.types import Params, TargetTables
 
+Tensor = np.ndarray | StoredTensor
 PACKAGED_TARGETS = ("smollm2-135m",)
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -46,12 +50,14 @@ class Target:
     dtype: Any
 
 
-def load_target(name_or_path: str, *, dtype: Any = jnp.float32) -> Target:
+def load_target(name_or_path: str, *, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Target:
     """Load a target for inference or as the frozen half of training.
 
     Args:
         name_or_path: `smollm2-135m`, a `.gguf` file, a Hugging Face folder, or a hub name.
         dtype: type of weights, products and caches (float32 or bfloat16).
+        mesh: each of its devices gets its own part of every tensor, and of safetensors no host reads more than the
+            parts of its devices; None puts all on the default device.
 
     Raises:
         FileNotFoundError: the file, folder or hub name cannot be had.
@@ -66,18 +72,19 @@ def load_target(name_or_path: str, *, dtype: Any = jnp.float32) -> Target:
     else:
         source = resolve_folder(name_or_path, _HUB_FILES)
     if source.suffix == ".gguf":
-        config, tensors = read_gguf(source)
+        config, arrays = read_gguf(source)
+        tensors: Mapping[str, Tensor] = arrays
         tokenizer: Any = load_tokenizer(source)
         generation = None
     else:
         config = decoder_config(read_json(source / "config.json"), str(source / "config.json"))
         folder = SafetensorsFolder(source)
-        tensors = {name: folder.read(name) for name in folder.names()}
+        tensors = {name: folder.tensor(name) for name in folder.names()}
         has_tokenizer = (source / "tokenizer.json").exists() or (source / "tokenizer_config.json").exists()
         tokenizer = load_tokenizer(source) if has_tokenizer else None
         generation_file = source / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else None
-    params, tables = build_params(config, tensors, dtype, str(source))
+    params, tables = build_params(config, tensors, dtype, str(source), mesh)
     return Target(
         name=name_or_path,
         config=config,
@@ -98,28 +105,42 @@ def _configured_stops(generation: dict[str, Any] | None) -> tuple[int, ...]:
 
 
 def build_params(
-    config: DecoderConfig, tensors: dict[str, np.ndarray], dtype: Any, where: str
+    config: DecoderConfig, tensors: Mapping[str, Tensor], dtype: Any, where: str, mesh: Mesh | None = None
 ) -> tuple[Params, TargetTables]:
-    """Arrange checkpoint tensors as parameters and tables.
+    """Arrange checkpoint tensors as parameters and tables, on a mesh where there is one.
 
     Raises:
         ValueError: a missing, mis-shaped or left-over tensor, named.
     """
+
+    def put(path: str, tensor: Tensor) -> jax.Array:
+        if mesh is None:
+            return jnp.asarray(tensor[...], dtype)
+        layout = NamedSharding(mesh, parameter_spec(path, tensor.shape, mesh))
+        read = lambda index: np.asarray(tensor[index]).astype(dtype)  # noqa: E731
+        return jax.make_array_from_callback(tuple(tensor.shape), layout, read)
+
     left = {name.removeprefix("model."): value for name, value in tensors.items()}
     left = {name: value for name, value in left.items() if not name.endswith("rotary_emb.inv_freq")}
     if "embed_tokens.weight" not in left:
         raise ValueError(f"{where}: tensor 'embed_tokens.weight' is missing")
     # The table's own rows decide which ids exist: some configs state a padded vocabulary.
     rows = min(left["embed_tokens.weight"].shape[0], config.vocab_size)
-    embed = _take(left, "embed_tokens.weight", (rows, config.hidden_size), where, dtype)
+    shape = (rows, config.hidden_size)
+    embed = put("embed", _take(left, "embed_tokens.weight", shape, where))
     if "lm_head.weight" in left and not config.tie_word_embeddings:
-        head = _take(left, "lm_head.weight", (rows, config.hidden_size), where, dtype)
+        head = put("head", _take(left, "lm_head.weight", shape, where))
     elif config.tie_word_embeddings:
         left.pop("lm_head.weight", None)
         head = embed
     else:
         raise ValueError(f"{where}: tensor 'lm_head.weight' is missing and tie_word_embeddings is false")
-    params = arrange(parameter_shapes(config), left, where, dtype)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: put(
+            "/".join(key.key for key in path), _take(left, checkpoint_name(path), leaf.shape, where)
+        ),
+        parameter_shapes(config),
+    )
     if left:
         raise ValueError(
             f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all); the config does not account for them"
@@ -142,17 +163,10 @@ def checkpoint_name(path: tuple[Any, ...]) -> str:
     return re.sub(r"layers_(\d+)", r"layers.\1", ".".join(key.key for key in path))
 
 
-def arrange(shapes: Params, tensors: dict[str, np.ndarray], where: str, dtype: Any) -> Params:
-    """Fill a tree of abstract parameters from tensors by name, taking them out of `tensors`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _take(tensors, checkpoint_name(path), leaf.shape, where, dtype), shapes
-    )
-
-
-def _take(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], where: str, dtype: Any) -> jax.Array:
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
     if name not in tensors:
         raise ValueError(f"{where}: tensor {name!r} is missing")
     value = tensors.pop(name)
     if value.shape != tuple(shape):
         raise ValueError(f"{where}: tensor {name!r} has shape {value.shape}, the config asks for {tuple(shape)}")
-    return jnp.asarray(value, dtype)
+    return value

@@ -95,7 +95,7 @@ class AbstractStep:
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower the step as training runs it."""
         with jax.set_mesh(self.mesh):
-            train = jax.jit(self.step.train, donate_argnums=0)
+            train = self.step.jit_train(self.mesh, self.state)
             return train.lower(self.state, self.batch, self.tables, self.target_params)
 
     def trace(self) -> ClosedJaxpr:

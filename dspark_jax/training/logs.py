@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 from dspark_jax.files import atomic_write
 from dspark_jax.training.losses import LossTerms
 from dspark_jax.training.step import StepMetrics
+from dspark_jax.training.tpu import peak_flops
 
 
 class Window:
@@ -86,6 +90,52 @@ def _term_sums(terms: LossTerms) -> dict[str, Any]:
     return {name: getattr(terms, name) for name in LossTerms.__dataclass_fields__}
 
 
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast a run goes, from the costs of one step and two readings of its clocks.
+
+    Attributes:
+        flops: operations that one step's algorithm needs on all devices; None where nobody counted.
+        began: when this process began, `time.monotonic()`.
+        seconds_before: training time that earlier processes of the run spent.
+    """
+
+    flops: float | None
+    began: float
+    seconds_before: float
+
+    def measure(self, before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+        """Rates between two readings.
+
+        Args:
+            before, after: `steps`, `seconds` (training time), `tokens`, `blocks` and `input_wait` (seconds).
+
+        Returns:
+            `step_seconds`, `tokens_per_second`, `blocks_per_second`, `input_wait` (share of the training time),
+            `goodput` (training time over all time of this process: compilation, checks and saves are the rest),
+            `host_gb` (most resident memory so far), and where the devices tell `device_gb` (most memory of one so far)
+            and `mfu` (operations of the algorithm over the devices' peak).
+        """
+        passed = {name: after[name] - before[name] for name in before}
+        seconds = max(passed["seconds"], 1e-9)
+        out = {
+            "step_seconds": seconds / max(passed["steps"], 1),
+            "tokens_per_second": passed["tokens"] / seconds,
+            "blocks_per_second": passed["blocks"] / seconds,
+            "input_wait": passed["input_wait"] / seconds,
+            "goodput": (after["seconds"] - self.seconds_before) / max(time.monotonic() - self.began, 1e-9),
+            "host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        }
+        device = jax.local_devices()[0]
+        memory = device.memory_stats()
+        if memory is not None and "peak_bytes_in_use" in memory:
+            out["device_gb"] = memory["peak_bytes_in_use"] / 1e9
+        peak = peak_flops(device.device_kind)
+        if peak is not None and self.flops is not None:
+            out["mfu"] = self.flops / out["step_seconds"] / (jax.device_count() * peak)
+        return out
+
+
 class MetricLog:
     """Append-only `metrics.jsonl` of a run, and TensorBoard files beside it."""
 
@@ -116,7 +166,7 @@ class MetricLog:
         """Write one line.
 
         Args:
-            kind: "train", "validation" or "decode".
+            kind: "train", "speed", "validation" or "decode".
             step: steps done.
             values: numbers, or lists of numbers by position.
         """

@@ -13,17 +13,22 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from dspark_jax.data.conversations import TokenizedCorpus
 from dspark_jax.data.pipeline import Batch
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.progress import Progress
-from dspark_jax.sharding import activation_sharding, create_mesh, gather, row_shards, tree_shardings
+from dspark_jax.sharding import activation_sharding, create_mesh, gather, place, row_shards, tree_shardings
 from dspark_jax.target.loading import Target
 from dspark_jax.training.checkpoint import Checkpoints
 from dspark_jax.training.config import TrainConfig, to_json
-from dspark_jax.training.logs import MetricLog, Window
+from dspark_jax.training.flops import model_flops
+from dspark_jax.training.logs import MetricLog, Speed, Window
+from dspark_jax.training.processes import Agreement
+from dspark_jax.training.profiling import Trace
 from dspark_jax.training.setup import build_sources, create_step, initial_params, sampled_vocabulary
 from dspark_jax.training.step import StepMetrics, TrainState, init_state
 from dspark_jax.types import Params
@@ -33,6 +38,10 @@ DecodeCheck = Callable[[Drafter, int], dict[str, float]]
 
 # The host runs at most this many steps ahead of the metrics it has read.
 STEPS_IN_FLIGHT = 2
+
+Reason = Literal["finished", "time", "signal"]
+REASONS: tuple[Reason, ...] = ("finished", "time", "signal")
+"""By urgency."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,7 @@ class TrainResult:
         drafter: the drafter as trained.
     """
 
-    reason: Literal["finished", "time", "signal"]
+    reason: Reason
     step: int
     seconds: float
     drafter: Drafter
@@ -60,11 +69,15 @@ class Counters:
         seconds: training time, without compilation, validation, checks and saves.
         sequences: rows trained on.
         blocks: supervised blocks (EAGLE-3, MTP: positions) trained on.
+        tokens: tokens of those rows, padding left out.
+        input_wait: training time spent waiting for batches and handing them to the devices.
     """
 
     seconds: float = 0.0
     sequences: int = 0
     blocks: int = 0
+    tokens: int = 0
+    input_wait: float = 0.0
 
 
 class Stopwatch:
@@ -114,6 +127,12 @@ def train(
     """
     if (config.decode_every is None) != (decode_check is None):
         raise ValueError(f"decode_every is {config.decode_every}, decode_check is {decode_check}: give both or neither")
+    if decode_check is not None and jax.process_count() > 1:
+        raise ValueError(
+            f"decode_every is {config.decode_every}: real decoding needs a run of one process, set it to None"
+        )
+    if jax.process_index() > 0:
+        console = Console(quiet=True)
     run = Run(config, target, corpus, decode_check, console or Console(stderr=True))
     with jax.set_mesh(run.mesh), _termination() as terminated:
         return run.execute(terminated)
@@ -141,41 +160,42 @@ class Run:
         self.checkpoints = Checkpoints(config.output, self.step.functions, config.keep_checkpoints, to_json(config))
         self.counters, self.window, self.stopwatch = Counters(), Window(), Stopwatch(0.0)
         self.in_flight: deque[StepMetrics] = deque()
+        self.agreement = Agreement(STEPS_IN_FLIGHT)
+        self.began = time.monotonic()
+        self.bad_steps = 0
 
     def execute(self, terminated: threading.Event) -> TrainResult:
         """Init or restore, compile, loop."""
         config, mesh = self.config, self.mesh
-        tables = jax.device_put(self.target.tables, tree_shardings(mesh, self.target.tables))
-        target_params: Params | None = None
-        if config.features_cache is None:
-            target_params = jax.device_put(self.target.params, tree_shardings(mesh, self.target.params))
-        self.frozen = (tables, target_params)
+        tables = place(mesh, self.target.tables)
+        self.frozen = (tables, place(mesh, self.target.params) if config.features_cache is None else None)
         state, start = self.initial_state()
         log = MetricLog(config.output, tensorboard=config.tensorboard, resume_step=start)
         batches = self.source.prefetch(start)
-        train_step = jax.jit(self.step.train, donate_argnums=0)
-        evaluate = jax.jit(self.step.evaluate)
-        reason: Literal["finished", "time", "signal"] = "finished"
+        evaluate = jax.jit(self.step.evaluate, out_shardings=NamedSharding(mesh, P()))
+        reason: Reason = "finished"
         if start < self.total_steps:
             began = time.monotonic()
+            train_step = self.step.jit_train(mesh, state)
             compiled = train_step.lower(state, self.put(self.source.batch(start)), *self.frozen).compile()
             self.console.print(f"compiled the step in {time.monotonic() - began:.0f} s")
         self.stopwatch.start()
-        with Progress("training", self.total_steps - start, "steps", console=self.console) as progress:
+        self.last_reading = self.reading(start)
+        flops = model_flops(config, self.target.config).total
+        self.speed = Speed(flops, self.began, self.counters.seconds)
+        trace = Trace(config.profile_steps, config.output / "profile")
+        with Progress("training", self.total_steps - start, "steps", console=self.console) as progress, trace:
             for step in range(start + 1, self.total_steps + 1):
-                _, batch = next(batches)
-                state, metrics = compiled(state, self.put(batch), *self.frozen)
+                trace.before(step)
+                state, metrics = compiled(state, self.next_batch(batches), *self.frozen)
                 self.in_flight.append(metrics)
-                self.counters.sequences += config.batch_size
                 self.read_metrics(STEPS_IN_FLIGHT)
                 last = step == self.total_steps
                 if step % config.log_every == 0 or last:
                     self.log_training(log, step, progress)
                 progress.update(1)
-                if terminated.is_set():
-                    reason = "signal"
-                elif config.max_minutes is not None and self.stopwatch.seconds >= 60 * config.max_minutes and not last:
-                    reason = "time"
+                trace.after(step, lambda: self.read_metrics(0))
+                reason = self.agree(terminated.is_set(), last)
                 if self.due(config.validate_every, step, last) or self.due(config.decode_every, step, last):
                     self.check(log, state, step, last, evaluate)
                 if step % config.checkpoint_every == 0 or last or reason != "finished":
@@ -212,7 +232,7 @@ class Run:
             state = jax.jit(create, out_shardings=shardings)()
             if self.config.initial_drafter is not None:
                 params = initial_params(self.config.initial_drafter, self.target, self.step.functions.config)
-                state = dataclasses.replace(state, params=jax.device_put(params, shardings.params))
+                state = dataclasses.replace(state, params=place(self.mesh, params))
             return state, 0
         abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
         state, saved = self.checkpoints.restore(abstract, self.source.fingerprint)
@@ -221,6 +241,22 @@ class Run:
         start = int(saved["next_batch"])
         self.console.print(f"continuing after step {start:,} ({self.counters.seconds / 60:.1f} minutes of training)")
         return state, start
+
+    def next_batch(self, batches: Iterator[tuple[int, Batch]]) -> Batch:
+        """The next batch on the devices; the time that takes is the run's input wait."""
+        began = time.monotonic()
+        _, batch = next(batches)
+        placed = self.put(batch)
+        self.counters.input_wait += time.monotonic() - began
+        self.counters.sequences += self.config.batch_size
+        self.counters.tokens += batch.num_tokens
+        return placed
+
+    def agree(self, terminated: bool, last: bool) -> Reason:
+        """Why to stop now, or "finished" to go on: what any process wants, all do."""
+        limit = self.config.max_minutes
+        late = limit is not None and self.stopwatch.seconds >= 60 * limit and not last
+        return REASONS[self.agreement(REASONS.index("signal" if terminated else "time" if late else "finished"))]
 
     def put(self, batch: Batch) -> Batch:
         """Give every device its rows of every accumulation step."""
@@ -234,11 +270,25 @@ class Run:
         return jax.tree.map(place, batch)
 
     def read_metrics(self, keep: int) -> None:
-        """Read finished steps' metrics, leaving the newest `keep` on the device."""
+        """Read finished steps' metrics, leaving the newest `keep` on the device.
+
+        Raises:
+            FloatingPointError: gradients were not finite for too many steps in a row.
+        """
         while len(self.in_flight) > keep:
             metrics = jax.device_get(self.in_flight.popleft())
             self.window.add(metrics)
             self.counters.blocks += int(metrics.terms.blocks)
+            bad = not metrics.applied and metrics.terms.blocks > 0
+            self.bad_steps = self.bad_steps + 1 if bad else 0
+            if self.bad_steps >= self.config.max_bad_steps:
+                raise FloatingPointError(
+                    f"{self.bad_steps} steps in a row had gradients that are not finite (the last: loss "
+                    f"{float(metrics.loss):.4g}, norm {float(metrics.grad_norm):.4g}, learning rate "
+                    f"{float(metrics.learning_rate):.3g}). All were skipped, so the newest checkpoint in "
+                    f"{self.config.output} is good: continue from it with a lower learning rate or clip, and look at "
+                    "the rows that come next"
+                )
 
     def log_training(self, log: MetricLog, step: int, progress: Progress) -> None:
         """Write the window's means and begin a new one."""
@@ -246,12 +296,19 @@ class Run:
         self.counters.seconds = self.stopwatch.seconds
         means = self.window.means()
         log.write("train", step, {**dataclasses.asdict(self.counters), "steps": self.window.steps, **means})
-        self.window = Window()
+        reading = self.reading(step)
+        log.write("speed", step, self.speed.measure(self.last_reading, reading))
+        self.window, self.last_reading = Window(), reading
         names = ("loss", "ce", "tv", "confidence", "tau_probabilistic", "learning_rate")
         shown: dict[str, Any] = {name: means[name] for name in names if name in means}
         if "accept_rate" in means:
             shown["accept"] = " ".join(f"{x:.2f}" for x in means["accept_rate"])
         progress.update(0, **shown)
+
+    def reading(self, step: int) -> dict[str, float]:
+        """The run's clocks, for its speed."""
+        c = self.counters
+        return {"steps": step, "seconds": c.seconds, "tokens": c.tokens, "blocks": c.blocks, "input_wait": c.input_wait}
 
     def due(self, every: int | None, step: int, last: bool) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""

@@ -52,7 +52,7 @@ class Agreement:
         self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
 
     def __call__(self, wish: int) -> int:
-        """Submit this process's wish; returns the largest of all processes', of `lag` calls ago (0 before the first)."""
+        """Submit this process's wish; returns the largest of all, of `lag` calls ago (0 before the first)."""
         if self._lag == 0:
             return wish
         mine = np.full(1, wish, np.int32)

@@ -125,7 +125,7 @@ def create_step(config: TrainConfig, target: Target, steps: int, sampled: Sample
 
 
 def interval_attention(name: str | None) -> IntervalAttention:
-    """How rows attend, by the name that a config gives it; None takes the kernel on TPUs and dense attention elsewhere."""
+    """How rows attend, by its name in a config; None takes the kernel on TPUs and dense attention elsewhere."""
     if name is None:
         name = "kernel" if jax.default_backend() == "tpu" else "dense"
     return KernelIntervals() if name == "kernel" else DENSE_INTERVALS

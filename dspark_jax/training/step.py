@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
-from dspark_jax.sharding import constrain, constrain_parameters, gather_parameters
+from dspark_jax.sharding import constrain, constrain_parameters, gather_parameters, tree_shardings
 from dspark_jax.target.transformer import forward_rows
 from dspark_jax.training.anchors import Anchors, BlockLabels, block_labels, draw_anchors, row_keys
 from dspark_jax.training.columns import Columns, SampledVocabulary
@@ -248,6 +250,11 @@ class Step:
     schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
     sampled: SampledVocabulary | None = None
     attention: IntervalAttention = DENSE_INTERVALS
+
+    def jit_train(self, mesh: Mesh, state: TrainState) -> jax.stages.Wrapped:
+        """`train` for a mesh: the state (arrays or shapes) is donated and keeps its layout, metrics are whole."""
+        layouts = (tree_shardings(mesh, state), NamedSharding(mesh, P()))
+        return jax.jit(self.train, donate_argnums=0, out_shardings=layouts)
 
     def train(
         self, state: TrainState, batch: DeviceBatch, tables: TargetTables, target_params: Params | None

@@ -36,6 +36,15 @@ CHIPS = {
     "tpu7x": Chip(96 * GIB, 1153.5e12),
 }
 
+# As devices name themselves.
+_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak operations a second of a device by the name it gives itself; None for what is no known TPU."""
+    name = _KINDS.get(device_kind)
+    return None if name is None else CHIPS[name].flops
+
 
 # Unless told not to, libtpu asks the cloud's metadata server about its machine, and refuses to be loaded by two
 # processes at once; compiling takes no TPU from anyone.

@@ -12,6 +12,7 @@ from dspark_jax.draft.eagle3 import shift_left
 from dspark_jax.nn.attention import AttentionSpec, heads_first_attention
 from dspark_jax.nn.intervals import DENSE_INTERVALS
 
+
 @pytest.mark.parametrize("window", [None, 1, 2, 5])
 def test_context_and_block_equal_a_dense_mask(window):
     """Against one softmax over [context; all blocks] with the full mask written out cell by cell."""
@@ -37,9 +38,7 @@ def test_context_and_block_equal_a_dense_mask(window):
         attend = training_attend(*(jnp.asarray(x) for x in (anchors, keep, segments)), size, DENSE_INTERVALS)
         ours, _ = attend(AttentionSpec(scale=0.4, window=window), q, k, v, context)
         flat = lambda x: x.reshape(rows, 3 * size, -1, width)
-        keys, values = (
-            jnp.concatenate([c, flat(x)], 1).swapaxes(1, 2) for c, x in zip(context, (k, v), strict=True)
-        )
+        keys, values = (jnp.concatenate([c, flat(x)], 1).swapaxes(1, 2) for c, x in zip(context, (k, v), strict=True))
         return flat(ours), heads_first_attention(flat(q), keys, values, jnp.asarray(dense), 0.4)
 
     ours, theirs = both(q, k, v, context)

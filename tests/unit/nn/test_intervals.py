@@ -142,8 +142,8 @@ def test_merging_keys_equals_one_softmax_over_all():
     visible[1, 2] = visible[2] = False
     weights = np.exp(scores[:, :4])
     mass = weights.sum(axis=1, keepdims=True)
-    out, own = merge(*(jnp.asarray(x, jnp.float32) for x in (weights @ values[:4] / mass, np.log(mass[:, 0]), scores[:, 4:])),
-                     jnp.asarray(visible))  # fmt: skip
+    parts = (weights @ values[:4] / mass, np.log(mass[:, 0]), scores[:, 4:])
+    out, own = merge(*(jnp.asarray(x, jnp.float32) for x in parts), jnp.asarray(visible))
     everything = np.exp(scores) * np.concatenate([np.ones((3, 4), bool), visible], axis=1)
     expected = everything @ values / everything.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(out + own @ values[4:].astype(np.float32), expected, atol=1e-6)
