@@ -2,7 +2,8 @@
 
 Builds a run's real train step over shapes alone (no weights, no data, no TPU), compiles it for a slice, and prints what
 it takes of every chip: memory, operations, exchanges between devices. Any field of the config can be overridden, as for
-`dspark_jax.train`. Exit status: 0 when the step fits, 1 with the reason when it does not, 2 for anything refused.
+`dspark_jax.train`. `--what decode --mesh.tensor 4` does the same for a round of the serving engine with the config's
+target and drafter. Exit status: 0 when all fits, 1 with the reason when it does not, 2 for anything refused.
 """
 
 from __future__ import annotations
@@ -11,28 +12,47 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from dspark_jax.config import DecoderConfig
+from dspark_jax.draft.loading import functions_for
+from dspark_jax.engine.abstract import abstract_round
 from dspark_jax.files import atomic_write
 from dspark_jax.huggingface import decoder_config, read_json
 from dspark_jax.sharding import create_mesh
+from dspark_jax.target.loading import parameter_shapes
 from dspark_jax.terminal import guarded, table_console
 from dspark_jax.training.abstract import KNOWN_TARGETS, AbstractStep, abstract_step, abstract_target, parameter_count
 from dspark_jax.training.collectives import collectives, total_bytes
-from dspark_jax.training.config import TrainConfig, load_config, to_json
+from dspark_jax.training.config import TrainConfig, drafter_config, load_config, to_json
 from dspark_jax.training.flops import model_flops, traced_flops
 from dspark_jax.training.tpu import GIB, Memory, chip_of, out_of_memory, program_memory, topology_devices
 
 EXIT_DOES_NOT_FIT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+    """Sizes of an engine.
+
+    Attributes:
+        slots: requests at a time.
+        max_length: tokens that a slot holds.
+        chunk: prompt tokens of a step.
+    """
+
+    slots: int = 16
+    max_length: int = 2048
+    chunk: int = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +63,9 @@ class CompileCommand:
 
     Attributes:
         config: the run's file.
+        what: "train" compiles the train step; "decode" drafting a block in every slot, and verifying all blocks beside
+            a prompt chunk.
+        decode: sizes of the engine.
         topology: chip and shape of the slice: v5e:4x4, v6e:2x4, v5p:2x2x1, tpu7x:2x2x1, v4:2x2x1.
         target_config: config.json of the target (Hugging Face), for targets that are not known by name.
         output: write every number to this JSON file.
@@ -51,6 +74,8 @@ class CompileCommand:
 
     config: Path
     topology: str
+    what: Literal["train", "decode"] = "train"
+    decode: DecodeShape = dataclasses.field(default_factory=DecodeShape)
     target_config: Path | None = None
     output: Path | None = None
     text: Path | None = None
@@ -64,40 +89,83 @@ def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
     if mesh.size < len(devices):
         sizes = f"data {config.mesh.data} x fsdp {config.mesh.fsdp} x tensor {config.mesh.tensor}"
         raise ValueError(f"mesh {sizes} leaves {len(devices) - mesh.size} of {len(devices)} devices idle: set --mesh.*")
-    config = dataclasses.replace(config, attention=config.attention or "kernel")
-    target = abstract_target(config.target, target_shape(command, config), jnp.dtype(config.dtype))
-    step = abstract_step(config, target, mesh)
-    report: dict[str, Any] = {
+    shape = target_shape(command, config)
+    common = {
         "config": to_json(config),
         "topology": command.topology,
         "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
         "capacity": chip.memory,
-        **program_facts(config, step, target.config, mesh.size),
     }
-    console.print(introduction(report, config), highlight=False, soft_wrap=True)
+    if command.what == "train":
+        config = dataclasses.replace(config, attention=config.attention or "kernel")
+        step = abstract_step(config, abstract_target(config.target, shape, jnp.dtype(config.dtype)), mesh)
+        common |= program_facts(config, step, shape, mesh.size)
+        programs = {"train step": step.lower}
+    else:
+        programs = decode_programs(command.decode, config, shape, mesh)
+        common["decode"] = dataclasses.asdict(command.decode)
+    console.print(introduction(command, common, config), highlight=False, soft_wrap=True)
+    reports = {name: compiled_report(lower, chip.memory, command.text) for name, lower in programs.items()}
+    for name, report in reports.items():
+        for table in tables(name, common | report, chip.flops):
+            console.print(table)
+    fits = all(report["fits"] for report in reports.values())
+    for line in notes(reports):
+        console.print(line, highlight=False, soft_wrap=True)
+    if command.output:
+        # A train step is one program and its report flat.
+        content = common | (reports["train step"] if command.what == "train" else {"programs": reports, "fits": fits})
+        with atomic_write(command.output, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+    return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+def decode_programs(
+    shape: DecodeShape, config: TrainConfig, target: DecoderConfig, mesh: Mesh
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """The programs of a round of the engine.
+
+    Raises:
+        ValueError: a mesh with other axes than `tensor`.
+    """
+    if mesh.shape["data"] * mesh.shape["fsdp"] > 1:
+        raise ValueError(f"an engine's mesh has one axis, --mesh.tensor: found {dict(mesh.shape)}")
+    drafter = drafter_config(config, target)
+    functions = functions_for(drafter, jnp.dtype(config.dtype))
+    draft = jax.eval_shape(lambda: functions.initialise(jax.random.key(0), drafter.feature_width))
+    engine = abstract_round(
+        target,
+        functions,
+        (parameter_shapes(target), draft),
+        mesh,
+        slots=shape.slots,
+        max_length=shape.max_length,
+        dtype=jnp.dtype(config.dtype),
+    )
+    rows = shape.slots * (drafter.block_size + 1)
+    return {
+        "draft": engine.lower_propose,
+        f"verify {rows} rows and {shape.chunk} prompt tokens": lambda: engine.lower_step(rows, shape.chunk),
+    }
+
+
+def compiled_report(lower: Callable[[], jax.stages.Lowered], capacity: int, text: Path | None) -> dict[str, Any]:
+    """Compile a program; returns what its compiler says of it, or that it does not fit."""
     began = time.monotonic()
     try:
-        compiled = step.lower().compile()
+        compiled = lower().compile()
     except jax.errors.JaxRuntimeError as error:
         reason = out_of_memory(error)
         if reason is None:
             raise
-        report |= {"fits": False, "reason": reason}
+        report = {"fits": False, "reason": reason}
     else:
-        report |= measured(compiled, chip.memory)
-        if command.text:
-            with atomic_write(command.text, "w") as file:
+        report = measured(compiled, capacity)
+        if text:
+            with atomic_write(text, "w") as file:
                 file.write(compiled.as_text())
-    report["compile_seconds"] = time.monotonic() - began
-    for table in tables(report, chip.flops):
-        console.print(table)
-    for line in notes(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    if command.output:
-        with atomic_write(command.output, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-    return 0 if report["fits"] else EXIT_DOES_NOT_FIT
+    return report | {"compile_seconds": time.monotonic() - began}
 
 
 def target_shape(command: CompileCommand, config: TrainConfig) -> DecoderConfig:
@@ -142,57 +210,64 @@ def measured(compiled: Any, capacity: int) -> dict[str, Any]:
         "fits": fits,
         "reason": None if fits else f"peak of {memory.peak / GIB:.2f} GiB, the chip has {capacity / GIB:.0f}",
         "memory": dataclasses.asdict(memory),
-        "compiler": {key: cost.get(key) for key in ("flops", "bytes accessed", "optimal_seconds")},
+        # Programs with loops or kernels have times below zero.
+        "compiler": {
+            key: cost[key] for key in ("flops", "bytes accessed", "optimal_seconds") if cost.get(key, -1) >= 0
+        },
         "collectives": [dataclasses.asdict(one) | {"bytes": one.size} for one in found],
         "collective_totals": {kind: {"times": n, "bytes": size} for kind, (n, size) in total_bytes(found).items()},
     }
 
 
-def introduction(report: dict[str, Any], config: TrainConfig) -> str:
+def introduction(command: CompileCommand, common: dict[str, Any], config: TrainConfig) -> str:
     """What is compiled, in one line."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
+    mesh = " x ".join(f"{axis} {size}" for axis, size in common["mesh"].items())
+    about = f"{config.drafter.kind} for {config.target} on {command.topology} ({mesh}): "
+    if command.what == "decode":
+        decode = command.decode
+        return about + f"{decode.slots} slots of {decode.max_length} tokens, {config.dtype}"
     slots = "" if config.num_anchors is None else f", {config.num_anchors} anchors a row"
-    return (
-        f"{config.drafter.kind} for {config.target} on {report['topology']} ({mesh}): {config.batch_size} rows of "
-        f"{config.sequence_length} tokens in {config.accumulation} parts{slots}, {config.dtype}"
-    )
+    rows = f"{config.batch_size} rows of {config.sequence_length} tokens in {config.accumulation} parts"
+    return f"{about}{rows}{slots}, {config.dtype}"
 
 
-def tables(report: dict[str, Any], peak_flops: float) -> list[Table]:
-    """The report as tables; memory and exchanges only where it compiled."""
-    facts = Table("per device", "", title="train step", title_justify="left")
-    for name, count in report["parameters"].items():
-        facts.add_row(f"parameters of the {name}, all devices", f"{count:,}")
+def tables(name: str, report: dict[str, Any], peak_flops: float) -> list[Table]:
+    """A program's report as tables; memory and exchanges only where it compiled."""
+    facts = Table("per device", "", title=name, title_justify="left")
+    for part, count in report.get("parameters", {}).items():
+        facts.add_row(f"parameters of the {part}, all devices", f"{count:,}")
     if "memory" in report:
         memory = Memory(**report["memory"])
         for field in dataclasses.fields(memory):
             facts.add_row(f"memory: {field.name}", f"{getattr(memory, field.name) / GIB:.2f} GiB")
     facts.add_row("memory: of the chip", f"{report['capacity'] / GIB:.0f} GiB")
-    flops = report["flops"]
-    facts.add_row("operations the algorithm needs", f"{flops['model_per_device'] / 1e12:.2f} TFLOP")
-    share = flops["program_per_device"] / flops["model_per_device"]
-    facts.add_row("operations of the program", f"{flops['program_per_device'] / 1e12:.2f} TFLOP ({share:.2f} x)")
-    facts.add_row("seconds at the chip's peak", f"{flops['program_per_device'] / peak_flops:.2f}")
+    if "flops" in report:
+        flops = report["flops"]
+        facts.add_row("operations the algorithm needs", f"{flops['model_per_device'] / 1e12:.2f} TFLOP")
+        share = flops["program_per_device"] / flops["model_per_device"]
+        facts.add_row("operations of the program", f"{flops['program_per_device'] / 1e12:.2f} TFLOP ({share:.2f} x)")
+        facts.add_row("seconds at the chip's peak", f"{flops['program_per_device'] / peak_flops:.2f}")
     for key, value in report.get("compiler", {}).items():
-        if value is not None:
-            facts.add_row(f"compiler: {key.replace('_', ' ')}", f"{value:.4g}")
+        facts.add_row(f"compiler: {key.replace('_', ' ')}", f"{value:.4g}")
     if "collective_totals" not in report:
         return [facts]
-    exchanged = Table("collective", "times a step", "GB of results", title="between devices", title_justify="left")
+    exchanged = Table("collective", "times", "GB of results", title="between devices", title_justify="left")
     for kind, total in report["collective_totals"].items():
         exchanged.add_row(kind, f"{total['times']:,}", f"{total['bytes'] / 1e9:.3f}")
     return [facts, exchanged]
 
 
-def notes(report: dict[str, Any]) -> list[str]:
+def notes(reports: dict[str, dict[str, Any]]) -> list[str]:
     """How things are counted, and the verdict."""
     lines = [
-        "Operations of the program: products as written, loops times their length, before a compiler removes or "
-        "repeats any. The compiler's own numbers count the body of a loop once, kernels as they declare themselves.",
+        "Operations of the program: products as written, loops times their length and kernels as they declare "
+        "themselves, before a compiler removes or repeats any.",
+        "The compiler's own numbers count the body of a loop once.",
         "Times of collectives include the turns of loops; sizes are those of results on one device.",
-        f"Compiled in {report['compile_seconds']:.0f} s.",
+        f"Compiled in {sum(report['compile_seconds'] for report in reports.values()):.0f} s.",
     ]
-    return [*lines, "It fits." if report["fits"] else f"It does not fit: {report['reason']}"]
+    failed = [f"{name}: {report['reason']}" for name, report in reports.items() if not report["fits"]]
+    return [*lines, f"It does not fit: {'; '.join(failed)}" if failed else "It fits."]
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[CompileCommand, TrainConfig]:

@@ -7,7 +7,6 @@ from the log mass (Dao et al. 2022, algorithm 4); a gradient of the log mass onl
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -81,12 +80,9 @@ class KernelIntervals:
         # Queries of the padding see nothing.
         bounds = [jnp.pad(x, [(0, 0), (0, _up(queries, sizes.queries) - queries)])[:, None] for x in
                   (intervals.begin, intervals.end)]  # fmt: skip
-        # Mosaic has no float32 passes for bfloat16 products, whatever precision the process asks of its products.
-        half = q.dtype == jnp.bfloat16
-        with jax.default_matmul_precision("default") if half else contextlib.nullcontext():
-            out, log_mass = _attention(
-                sizes, lay_out(q, sizes.queries), lay_out(k, sizes.keys), lay_out(v, sizes.keys), *bounds
-            )
+        out, log_mass = _attention(
+            sizes, lay_out(q, sizes.queries), lay_out(k, sizes.keys), lay_out(v, sizes.keys), *bounds
+        )
         return out.transpose(0, 3, 1, 2)[:, :queries, :, :width], log_mass[:, :, 0].transpose(0, 2, 1)[:, :queries]
 
 
@@ -149,9 +145,17 @@ def _held(seen: Array) -> Int[Array, "B I J"]:
     return jnp.where(last < 0, first, last)
 
 
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "I J"]:
+    """Product over one axis of each, in float32."""
+    # Mosaic has no float32 passes for bfloat16 products, whatever precision the process asks of its products.
+    precision = jax.lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else None
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
 def _scores(sizes: _Sizes, q, k, begin, end, block) -> Float[Array, "keys queries"]:
     """Scaled scores of a block, `NOTHING` where the query does not see the key."""
-    scores = jax.lax.dot_general(k, q, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * sizes.scale
+    scores = _dot(k, q, (1, 1)) * sizes.scale
     key = block * sizes.keys + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
     return jnp.where((key >= begin) & (key < end), scores, NOTHING)
 
@@ -171,10 +175,7 @@ def _forward_kernel(sizes, seen, _, q, k, v, begin, end, out, log_mass, peak, ma
         new = jnp.maximum(peak[...], jnp.max(scores, axis=0, keepdims=True))
         weights, keep = jnp.exp(scores - new), jnp.exp(peak[...] - new)
         mass[...] = mass[...] * keep + jnp.sum(weights, axis=0, keepdims=True)
-        values = jax.lax.dot_general(
-            v[...], weights.astype(v.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        total[...] = total[...] * keep + values
+        total[...] = total[...] * keep + _dot(v[...], weights.astype(v.dtype), (0, 0))
         peak[...] = new
 
     @pl.when(turn == pl.num_programs(3) - 1)
@@ -194,9 +195,7 @@ def _query_gradient_kernel(sizes, seen, _, q, k, v, begin, end, log_mass, shift,
     @pl.when(seen[row, block, turn] > 0)
     def add():
         _, dscores = _block_gradients(sizes, q, k, v, begin, end, log_mass, shift, dout, turn)
-        total[...] += jax.lax.dot_general(
-            k[...], dscores.astype(k.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        total[...] += _dot(k[...], dscores.astype(k.dtype), (0, 0))
 
     @pl.when(turn == pl.num_programs(3) - 1)
     def finish():
@@ -214,11 +213,8 @@ def _key_gradient_kernel(sizes, seen, _, q, k, v, begin, end, log_mass, shift, d
     @pl.when(seen[row, turn, block] > 0)
     def add():
         weights, dscores = _block_gradients(sizes, q, k, v, begin, end, log_mass, shift, dout, block)
-        plain = functools.partial(
-            jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        total_k[...] += plain(dscores.astype(q.dtype), q[...])
-        total_v[...] += plain(weights.astype(dout.dtype), dout[...])
+        total_k[...] += _dot(dscores.astype(q.dtype), q[...], (1, 0))
+        total_v[...] += _dot(weights.astype(dout.dtype), dout[...], (1, 0))
 
     @pl.when((head == pl.num_programs(3) - 1) & (turn == pl.num_programs(4) - 1))
     def finish():
@@ -229,8 +225,7 @@ def _key_gradient_kernel(sizes, seen, _, q, k, v, begin, end, log_mass, shift, d
 def _block_gradients(sizes, q, k, v, begin, end, log_mass, shift, dout, block):
     """Weights of a block and the gradient by its scores (without their factor)."""
     weights = jnp.exp(_scores(sizes, q[...], k[...], begin[...], end[...], block) - log_mass[...])
-    dweights = jax.lax.dot_general(v[...], dout[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return weights, weights * (dweights - shift[...])
+    return weights, weights * (_dot(v[...], dout[...], (1, 1)) - shift[...])
 
 
 def _forward(sizes, q, k, v, begin, end):

@@ -56,16 +56,42 @@ def choose_anchors(candidates: Bool[Array, "B M"], uniforms: Float[Array, "B M"]
     return Anchors(index=jnp.where(keep, index, 0).astype(jnp.int32), keep=keep)
 
 
+def document_shares(
+    candidates: Bool[Array, "B M"], segments: Int[Array, "B M"], uniforms: Float[Array, "B M"]
+) -> Float[Array, "B M"]:
+    """Values whose smallest ones give every document of a packed row its share of anchors, in proportion to its length.
+
+    A candidate's value is its place among its own document's uniforms, relative to their number: below any bound lie as
+    large a part of one document's candidates as of another's, up to one. Within a document the order is that of the
+    uniforms, so a row of one document draws its smallest uniforms.
+
+    Example, candidates all, segments [1, 1, 1, 1, 2, 2], uniforms [.1, .2, .3, .4, .8, .9] give
+    [.025, .3, .575, .85, .4, .95]: the three smallest are two of document 1 and one of document 2.
+    """
+    last = jnp.iinfo(jnp.int32).max
+    document = jnp.where(candidates, segments, last)
+    # Sorted by document and then by uniform, each document's candidates have consecutive places from its first on.
+    order = jnp.lexsort((uniforms, document), axis=-1)
+    place = jnp.argsort(order, axis=-1)
+    ordered = jnp.take_along_axis(document, order, axis=-1)
+    first = jax.vmap(lambda x, at: jnp.searchsorted(x, at, side="left"))(ordered, document)
+    end = jax.vmap(lambda x, at: jnp.searchsorted(x, at, side="right"))(ordered, document)
+    return (place - first + uniforms) / (end - first)
+
+
 def draw_anchors(
     loss_mask: Bool[Array, "B L"],
     segments: Int[Array, "B L"],
     row_keys: jax.Array,
     num_anchors: int,
 ) -> Anchors:
-    """Draw anchors of every row from its own key: a function of (seed, step, row) only, the same on any mesh."""
+    """Draw anchors of every row from its own key: a function of (seed, step, row) only, the same on any mesh.
+
+    Packed documents have their share each (`document_shares`).
+    """
     candidates = candidate_mask(loss_mask, segments)
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (candidates.shape[1],)))(row_keys)
-    return choose_anchors(candidates, uniforms, num_anchors)
+    return choose_anchors(candidates, document_shares(candidates, segments[:, :-1], uniforms), num_anchors)
 
 
 def row_keys(seed: int, step: Int[Array, ""], rows: Int[Array, "B"]) -> jax.Array:

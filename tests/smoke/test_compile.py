@@ -64,11 +64,24 @@ def test_a_small_step_fits(arguments, tmp_path, capsys):
 def test_a_step_that_does_not_fit_is_told_why(arguments, tmp_path, capsys):
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     output = tmp_path / "report.json"
-    large = ["--sequence-length", "4096", "--num-anchors", "2048", "--batch-size", "64", "--accumulation", "1"]
-    assert main([*arguments, *large, "--vocab-chunk", "512", "--output", str(output)]) == EXIT_DOES_NOT_FIT
+    large = ["--sequence-length", "4096", "--num-anchors", "2048", "--batch-size", "64", "--attention", "dense"]
+    assert main([*arguments, *large, "--accumulation", "1", "--output", str(output)]) == EXIT_DOES_NOT_FIT
     report = json.loads(output.read_text())
     assert not report["fits"] and "hbm" in report["reason"].lower()
     assert "It does not fit: " in capsys.readouterr().out
+
+
+def test_a_round_of_the_engine_fits(arguments, tmp_path, capsys):
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    output = tmp_path / "report.json"
+    engine = ["--what", "decode", "--decode.slots", "4", "--decode.max-length", "512", "--decode.chunk", "32"]
+    assert main([*arguments, *engine, "--mesh.fsdp", "1", "--mesh.tensor", "4", "--output", str(output)]) == 0
+    report, printed = json.loads(output.read_text()), capsys.readouterr().out
+    assert report["fits"] and report["programs"].keys() == {"draft", "verify 16 rows and 32 prompt tokens"}
+    assert all(0 < x["memory"]["peak"] < report["capacity"] for x in report["programs"].values())
+    assert "4 slots of 512 tokens" in printed and "It fits." in printed
+    assert main([*arguments, *engine]) == EXIT_ERROR
+    assert "an engine's mesh has one axis, --mesh.tensor" in capsys.readouterr().err
 
 
 @pytest.mark.slow

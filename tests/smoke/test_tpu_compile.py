@@ -1,4 +1,4 @@
-"""The engine's programs compiled for TPUs on a machine without one: what the kernel refuses, it refuses here."""
+"""The engine's programs and the kernels compiled for TPUs on any machine: what they refuse, they refuse here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
 from dspark_jax.draft.loading import functions_for
-from dspark_jax.engine.compiled import prompt_chunk
-from dspark_jax.engine.state import Limits, Memory, Weights
-from dspark_jax.engine.steps import Steps
-from dspark_jax.nn.paged import PagedAttention
-from dspark_jax.sharding import AXES, tree_shardings
+from dspark_jax.engine.abstract import abstract_round
+from dspark_jax.nn.interval_kernel import KernelIntervals
+from dspark_jax.nn.intervals import Intervals
+from dspark_jax.sharding import AXES
 from dspark_jax.target.loading import parameter_shapes
 from dspark_jax.training.tpu import topology_devices
-from dspark_jax.types import TargetTables
 
 TARGET = DecoderConfig(
     family="qwen3", vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=2,
@@ -51,37 +49,12 @@ def drafter_config(target):
     )  # fmt: skip
 
 
-def inputs(steps, config, mesh):
-    """Abstract weights, slots and memory with their shardings."""
-    target, dtype = steps.target, steps.dtype
-    table = jax.ShapeDtypeStruct((target.vocab_size, target.hidden_size), dtype)
-    draft = jax.eval_shape(lambda: functions_for(config).initialise(jax.random.key(0), config.feature_width))
-    half = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tree)
-    weights = Weights(half(parameter_shapes(target)), TargetTables(table, table), half(draft))
-    whole = NamedSharding(mesh, P())
-    slots, memory = jax.eval_shape(lambda: steps.init(target.vocab_size, 4))
-    pages = NamedSharding(mesh, P(None, None, "tensor"))
-    place = lambda tree, shardings: jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-    )
-    everywhere = lambda tree: place(tree, jax.tree.map(lambda _: whole, tree))
-    # The drafter's dense caches: heads split where they can be, as its projections give them.
-    split = P(None, "tensor") if target.num_kv_heads % mesh.shape["tensor"] == 0 else P()
-    heads = jax.tree.map(lambda _: NamedSharding(mesh, split), memory.draft)
-    memory = Memory(place(memory.caches, jax.tree.map(lambda _: pages, memory.caches)), place(memory.draft, heads))
-    return place(weights, tree_shardings(mesh, weights)), everywhere(slots), memory
-
-
-def prepare(mesh):
-    """Steps over a mesh and the arguments of `propose`, all abstract."""
+def round_on(mesh):
+    """A round of the tiny pair, all abstract."""
     config = drafter_config(TARGET)
-    steps = Steps(
-        target=TARGET, drafter=functions_for(config, jnp.bfloat16), dtype=jnp.bfloat16, slots=SLOTS, max_length=LENGTH,
-        context=LENGTH - BLOCK - 1, policy="fixed", limit=BLOCK, block_size=BLOCK, attention=PagedAttention(mesh),
-    )  # fmt: skip
-    number = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    limits = Limits(number(jnp.float32), number(jnp.int32), number(jnp.float32, 1))
-    return steps, (*inputs(steps, config, mesh), limits)
+    functions = functions_for(config, jnp.bfloat16)
+    draft = jax.eval_shape(lambda: functions.initialise(jax.random.key(0), config.feature_width))
+    return abstract_round(TARGET, functions, (parameter_shapes(TARGET), draft), mesh, slots=SLOTS, max_length=LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +67,11 @@ def prepare(mesh):
     ],
 )
 def test_a_step_compiles(slice_name, tensor, rows, width):
-    steps, (weights, slots, memory, limits) = prepare(mesh_of(slice_name, tensor))
-    draft = jax.eval_shape(steps.propose, weights, slots, memory, limits)[1] if rows else None
-    chunk = prompt_chunk([], 0, 0, width) if width else None
-    step = jax.jit(functools.partial(steps.step, rows=rows), donate_argnums=(1, 2))
-    compiled = step.lower(weights, slots, memory, draft, chunk).compile()
+    engine = round_on(mesh_of(slice_name, tensor))
+    compiled = engine.lower_step(rows, width).compile()
     text = compiled.as_text()
     assert len(re.findall(r" custom-call\(.*ragged_paged_attention", text)) == TARGET.num_layers
-    pages = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(memory.caches)]
+    pages = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(engine.memory.caches)]
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(2 * math.prod(shape) for shape in pages)
     shapes = {",".join(map(str, s)) for shape in pages for s in (shape, (shape[0] * shape[1], *shape[2:]))}
     copied = re.findall(rf"= bf16\[(?:{'|'.join(shapes)})\]\S* copy(?:-start)?\(", text)
@@ -109,8 +79,29 @@ def test_a_step_compiles(slice_name, tensor, rows, width):
 
 
 def test_drafting_compiles():
-    steps, arguments = prepare(mesh_of("v5e:2x2", 2))
-    compiled = jax.jit(steps.propose, donate_argnums=2).lower(*arguments).compile()
+    engine = round_on(mesh_of("v5e:2x2", 2))
+    compiled = engine.lower_propose().compile()
     # All memory passes through where it is, in the layout it has.
-    memory = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
+    memory = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(engine.memory))
     assert compiled.memory_analysis().alias_size_in_bytes >= memory
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda x: x.__name__)
+def test_training_attention_compiles_forward_and_backward(dtype):
+    """Sizes of a real row, heads of a width that has to be padded."""
+    mesh = mesh_of("v5e:2x2", 4)
+    by_head, whole = NamedSharding(mesh, P(None, None, "tensor")), NamedSharding(mesh, P())
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=by_head)
+    q, k = array(1, 3584, 8, 64), array(1, 4096, 4, 64)
+    bounds = jax.ShapeDtypeStruct((1, 3584), jnp.int32, sharding=whole)
+
+    def loss(q, k, v, intervals):
+        out, log_mass = KernelIntervals()(q, k, v, intervals, 0.1)
+        return jnp.sum(out**2) + jnp.sum(log_mass)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, Intervals(bounds, bounds)).compile()
+    kernels = re.findall(r'custom_call_target="tpu_custom_call".*?op_name="([^"]*)"', compiled.as_text())
+    assert len(kernels) == 3
+    # No [queries, keys] anything outside the kernels.
+    assert compiled.memory_analysis().temp_size_in_bytes < 3584 * 4096

@@ -13,6 +13,7 @@ from dspark_jax.training.anchors import (
     block_labels,
     candidate_mask,
     choose_anchors,
+    document_shares,
     draw_anchors,
     row_keys,
     slot_decay,
@@ -101,3 +102,38 @@ def test_a_row_of_one_token_has_no_anchor():
 def test_slot_decay():
     np.testing.assert_allclose(slot_decay(3, 4.0), [1.0, np.exp(-0.25), np.exp(-0.5)], rtol=1e-6)
     np.testing.assert_array_equal(slot_decay(3, None), [1, 1, 1])
+
+
+def test_document_shares_of_the_docstring():
+    segments = jnp.asarray([[1, 1, 1, 1, 2, 2]])
+    uniforms = jnp.asarray([[0.1, 0.2, 0.3, 0.4, 0.8, 0.9]])
+    found = document_shares(jnp.ones((1, 6), bool), segments, uniforms)
+    np.testing.assert_allclose(found, [[0.025, 0.3, 0.575, 0.85, 0.4, 0.95]], atol=1e-6)
+
+
+def test_every_packed_document_has_its_share():
+    """Whatever the draw: the number of a document's anchors is its part of the candidates, give or take one or two."""
+    segments = jnp.asarray(np.repeat([1, 2, 3, 4, 0], [40, 9, 25, 3, 5])[None])
+    mask = segments > 0
+    candidates = np.asarray(candidate_mask(mask, segments))[0]
+    owner = np.asarray(segments)[0, :-1]
+    counts = np.array([np.sum(candidates & (owner == i + 1)) for i in range(4)])
+    assert counts.tolist() == [39, 8, 24, 2]
+    draws = set()
+    for step in range(8):
+        anchors = draw_anchors(mask, segments, row_keys(0, jnp.int32(step), jnp.arange(1)), 20)
+        index = np.asarray(anchors.index)[0]
+        assert anchors.keep.all() and len(set(index.tolist())) == 20 and candidates[index].all()
+        drawn = np.array([np.sum(owner[index] == i + 1) for i in range(4)])
+        assert np.all(np.abs(drawn - 20 * counts / counts.sum()) < 2), drawn
+        draws.add(tuple(index.tolist()))
+    assert len(draws) == 8
+
+
+def test_a_row_of_one_document_draws_its_smallest_uniforms():
+    mask = jnp.ones((2, 30), bool).at[1, 10:15].set(False)
+    segments, keys = jnp.ones((2, 30), jnp.int32), row_keys(3, jnp.int32(1), jnp.arange(2))
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (29,)))(keys)
+    expected = choose_anchors(candidate_mask(mask, segments), uniforms, 7)
+    found = draw_anchors(mask, segments, keys, 7)
+    np.testing.assert_array_equal(found.index, expected.index)
