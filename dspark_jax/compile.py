@@ -38,6 +38,8 @@ from dspark_jax.training.flops import model_flops, traced_flops
 from dspark_jax.training.tpu import GIB, Memory, chip_of, out_of_memory, program_memory, topology_devices
 
 EXIT_DOES_NOT_FIT = 1
+LISTED = 20
+"""Exchanges that a report lists one by one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,7 @@ def measured(compiled: Any, capacity: int) -> dict[str, Any]:
     """What the compiler says about its program."""
     memory, cost = program_memory(compiled), compiled.cost_analysis() or {}
     found = collectives(compiled.as_text())
+    largest = sorted(found, key=lambda one: one.times * one.size, reverse=True)[:LISTED]
     fits = memory.peak <= capacity
     return {
         "fits": fits,
@@ -214,7 +217,7 @@ def measured(compiled: Any, capacity: int) -> dict[str, Any]:
         "compiler": {
             key: cost[key] for key in ("flops", "bytes accessed", "optimal_seconds") if cost.get(key, -1) >= 0
         },
-        "collectives": [dataclasses.asdict(one) | {"bytes": one.size} for one in found],
+        "largest_collectives": [dataclasses.asdict(one) | {"bytes": one.size} for one in largest],
         "collective_totals": {kind: {"times": n, "bytes": size} for kind, (n, size) in total_bytes(found).items()},
     }
 

@@ -24,4 +24,5 @@ for argument in "$@"; do
   arguments+=("$argument")
 done
 
-PYTHONUNBUFFERED=1 .venv/bin/python -m dspark_jax.train "${arguments[@]}"
+# The workers of a slice find each other.
+PYTHONUNBUFFERED=1 .venv/bin/python -m dspark_jax.train --processes.coordinator auto "${arguments[@]}"

@@ -61,7 +61,8 @@ mounted() {
 }
 
 submit() {
-  local train=(python -m dspark_jax.train --config "${value[config]}") argument path variable
+  local train=(python -m dspark_jax.train --processes.coordinator auto --config "${value[config]}")
+  local argument path variable
   local flags=()
   for argument in --data "${value[data]}" --output "${value[output]}" "${rest[@]}"; do
     path=$(mounted "$argument")

@@ -107,8 +107,8 @@ def test_xpk_dry_runs():
     assert words[:3] == ["xpk", "workload", "create"] and "--restart-on-exit-codes=75" in words
     assert "--env=NOTE=a b" in words and "--storage=my-bucket" in words and "--max-restarts=100" in words
     assert words[-1] == (
-        "--command=pip install --quiet -e . 'jax[tpu]' && exec python -m dspark_jax.train --config "
-        "configs/qwen3_4b_dspark.py --data /gcs/my-bucket/train.jsonl --output /gcs/my-bucket/run --steps 3"
+        "--command=pip install --quiet -e . 'jax[tpu]' && exec python -m dspark_jax.train --processes.coordinator auto "
+        "--config configs/qwen3_4b_dspark.py --data /gcs/my-bucket/train.jsonl --output /gcs/my-bucket/run --steps 3"
     )
     assert dry_run("xpk.sh", "logs", *CLUSTER, "--workload", "my-run") == [
         "gcloud container clusters get-credentials my-cluster --project=my-project --location=us-east5",
@@ -243,7 +243,9 @@ def test_a_worker_mounts_trains_and_leaves_its_status(worker):
     assert found.returncode == 3 and (home / "dspark.status").read_text() == "3\n"
     log = (home / "dspark.log").read_text()
     assert f"mounted --implicit-dirs my-bucket {home}/gcs/my-bucket\n" in log
-    assert log.endswith(f"-m|dspark_jax.train|--data|{home}/gcs/my-bucket/a b.jsonl|--steps|3|")
+    assert log.endswith(
+        f"-m|dspark_jax.train|--processes.coordinator|auto|--data|{home}/gcs/my-bucket/a b.jsonl|--steps|3|"
+    )
     executable(Path(environment["PATH"].split(":")[0]) / "gcsfuse", "exit 9")
     subprocess.run([script, "--data", "gs://my-bucket/a.jsonl"], env=environment)
     assert (home / "dspark.status").read_text() == "9\n"
