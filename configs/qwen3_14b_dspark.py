@@ -13,7 +13,7 @@ Mesh by slice, with the 512 rows of a step in 32 parts of 16 rows, so that a che
     v5p 2x2x1     4 chips   --mesh.fsdp 4    4 rows
     tpu7x 2x2x1   8 cores   --mesh.fsdp 8    2 rows
 
-These are divisions, not measurements: no run of this file has been made yet, and what fits is in docs/pods.md.
+What fits, docs/tpu.md says by the compiler; no run of this file has been made yet.
 """
 
 from dataclasses import replace

@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     join(config.processes)
     console = Console(stderr=True, quiet=jax.process_index() > 0)
     mesh = create_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
-    target = load_target(config.target, dtype=jnp.dtype(config.dtype), mesh=mesh)
+    # Where every device holds all of the target anyway, it stays on one until training: real decoding runs there.
+    divided = config.mesh.fsdp * config.mesh.tensor > 1
+    target = load_target(config.target, dtype=jnp.dtype(config.dtype), mesh=mesh if divided else None)
     options = IngestOptions(max_length=config.sequence_length, min_loss_tokens=config.min_loss_tokens)
     corpus, summary = load_corpus(config.data, target.tokenizer, options, vocab_size=target.config.vocab_size)
     console.print(summary.table())

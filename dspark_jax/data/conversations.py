@@ -1,4 +1,4 @@
-"""Conversation files to token ids: read JSONL, apply stated policies, tokenize, count what was kept and why not.
+"""Conversation files to token ids: read JSONL or ArrayRecord, apply stated policies, tokenize, count what was kept and why not.
 
 Three row forms are read: `{"conversations": [{"role", "content"}, …]}`, `{"messages": …}`, and
 `{"prompt", "response", "finish"}`, where `finish == "length"` says that the answer was cut: no end-of-turn token.
@@ -31,6 +31,7 @@ from dspark_jax.data.chat import (
     encode_conversations,
     render_conversation,
 )
+from dspark_jax.data.sources import file_lines
 from dspark_jax.files import fingerprint
 from dspark_jax.progress import Progress
 
@@ -192,7 +193,7 @@ def load_corpus(
     """Read, render and tokenize conversation files.
 
     Args:
-        paths: JSONL files, in order.
+        paths: JSONL or ArrayRecord files, in order.
         tokenizer: the target's fast tokenizer with its chat template.
         options: policies; the defaults when None.
         vocab_size: rows of the target's embedding; ids outside are refused. None takes `len(tokenizer)`.
@@ -238,30 +239,28 @@ def load_corpus(
 
 
 def read_conversations(paths: Sequence[str | Path], summary: IngestSummary) -> Iterator[Conversation]:
-    """Yield the well-formed conversations of JSONL files and count the others in `summary`.
+    """Yield the well-formed conversations of files and count the others in `summary`.
 
     Args:
-        paths: JSONL files, in order.
+        paths: JSONL or ArrayRecord files, in order.
         summary: receives the number of rows and a reason for every dropped one.
 
     Yields:
         Conversations that hold at least one answer.
     """
     for path in paths:
-        # Undecodable bytes stay inside their own line: that row is dropped instead of the file.
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            for number, line in enumerate(file):
-                if not line.strip():
-                    continue
-                row_id = f"{Path(path).stem}-{number:07d}"
-                try:
-                    conversation = _parse(line, row_id, summary.rows)
-                except _RowError as error:
-                    summary.drop(str(error), f"{Path(path).name} line {number + 1}")
-                else:
-                    yield conversation
-                finally:
-                    summary.rows += 1
+        for number, line in enumerate(file_lines(path)):
+            if not line.strip():
+                continue
+            row_id = f"{Path(path).stem}-{number:07d}"
+            try:
+                conversation = _parse(line, row_id, summary.rows)
+            except _RowError as error:
+                summary.drop(str(error), f"{Path(path).name} line {number + 1}")
+            else:
+                yield conversation
+            finally:
+                summary.rows += 1
 
 
 def split_validation(corpus: TokenizedCorpus, every: int = 50) -> tuple[TokenizedCorpus, TokenizedCorpus]:

@@ -122,6 +122,8 @@ class Engine:
             seconds,
         )
         self.probing = Probing()
+        # Mean survival of the requests that last had reports; the very first is drafted for in full.
+        self.usual = np.ones(self.steps.block_size)
         self.statistics = Statistics()
         self.queue: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * slots
@@ -302,9 +304,10 @@ class Engine:
         capacity = full
         if steps.policy == "scheduled" and self.curve is not None:
             known = [r.survival for r in running if r.survival is not None]
-            # A request without a report of its own yet is taken for the mean of the others, the first for certain.
-            usual = np.mean(known, axis=0) if known else np.ones(steps.block_size)
-            old = np.stack([usual if r.survival is None else r.survival for r in running])
+            if known:
+                self.usual = np.mean(known, axis=0)
+            # A request without a report of its own yet is taken for the mean of the others or of those before it.
+            old = np.stack([self.usual if r.survival is None else r.survival for r in running])
             old = old[:, : steps.limit]
             capacity = choose_capacity(old, len(running), self.curve, plain=self.plain)
             if self.probing.skips(pays=capacity > 0):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -228,16 +230,42 @@ def _block_gradients(sizes, q, k, v, begin, end, log_mass, shift, dout, block):
     return weights, weights * (_dot(v[...], dout[...], (1, 1)) - shift[...])
 
 
+class _QueryBlocks(NamedTuple):
+    """What is fetched in loops over keys inside queries: grid (row, head, block of queries, block of keys).
+
+    Attributes:
+        query: queries and what has their shape, `[queries, width]`.
+        key: keys and values of the head's group, `[keys, width]`.
+        bound: `begin` and `end`, `[1, queries]`.
+        across: by height, what lies across the queries, `[height, queries]`.
+    """
+
+    query: pl.BlockSpec
+    key: pl.BlockSpec
+    bound: pl.BlockSpec
+    across: Callable[[int], pl.BlockSpec]
+
+
+def _query_blocks(sizes: _Sizes, width: int, group: int) -> _QueryBlocks:
+    def key(b, n, i, j, seen, held):
+        return b, n // group, held[b, i, j], 0
+
+    def across(height: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, height, sizes.queries), lambda b, n, i, j, *_: (b, n, 0, i))
+
+    return _QueryBlocks(
+        query=pl.BlockSpec((None, None, sizes.queries, width), lambda b, n, i, j, *_: (b, n, i, 0)),
+        key=pl.BlockSpec((None, None, sizes.keys, width), key),
+        bound=pl.BlockSpec((None, 1, sizes.queries), lambda b, n, i, j, *_: (b, 0, i)),
+        across=across,
+    )
+
+
 def _forward(sizes, q, k, v, begin, end):
     rows, heads, queries, width = q.shape
     group, blocks = heads // k.shape[1], k.shape[2] // sizes.keys
     visits = _visits(sizes, begin, end, k.shape[2])
-    by_query = pl.BlockSpec((None, None, sizes.queries, width), lambda b, n, i, j, *_: (b, n, i, 0))
-    by_key = pl.BlockSpec(
-        (None, None, sizes.keys, width), lambda b, n, i, j, seen, held: (b, n // group, held[b, i, j], 0)
-    )
-    bound = pl.BlockSpec((None, 1, sizes.queries), lambda b, n, i, j, *_: (b, 0, i))
-    across = lambda size: pl.BlockSpec((None, None, size, sizes.queries), lambda b, n, i, j, *_: (b, n, 0, i))  # noqa: E731
+    at = _query_blocks(sizes, width, group)
     scratch = lambda size: pltpu.VMEM((size, sizes.queries), jnp.float32)  # noqa: E731
     out, log_mass = _call(
         _forward_kernel,
@@ -245,8 +273,8 @@ def _forward(sizes, q, k, v, begin, end):
         (rows, heads, queries // sizes.queries, blocks),
         inner=1,
         products=2,
-        in_specs=[by_query, by_key, by_key, bound, bound],
-        out_specs=[across(width), across(1)],
+        in_specs=[at.query, at.key, at.key, at.bound, at.bound],
+        out_specs=[at.across(width), at.across(1)],
         scratch=[scratch(1), scratch(1), scratch(width)],
         outputs=[_array((rows, heads, width, queries)), _array((rows, heads, 1, queries))],
     )(visits.seen, visits.keys, q, k, v, begin, end)
@@ -263,20 +291,15 @@ def _backward(sizes, residuals, cotangents):
     shift = jnp.sum(dout * out, axis=2, keepdims=True) - dlog_mass
     inputs = (q, k, v, begin, end, log_mass, shift, dout.swapaxes(2, 3).astype(q.dtype))
 
-    by_query = pl.BlockSpec((None, None, sizes.queries, width), lambda b, n, i, j, *_: (b, n, i, 0))
-    by_key = pl.BlockSpec(
-        (None, None, sizes.keys, width), lambda b, n, i, j, seen, held: (b, n // group, held[b, i, j], 0)
-    )
-    bound = pl.BlockSpec((None, 1, sizes.queries), lambda b, n, i, j, *_: (b, 0, i))
-    across = lambda size: pl.BlockSpec((None, None, size, sizes.queries), lambda b, n, i, j, *_: (b, n, 0, i))  # noqa: E731
+    at = _query_blocks(sizes, width, group)
     (dq,) = _call(
         _query_gradient_kernel,
         sizes,
         (rows, heads, query_blocks, key_blocks),
         inner=1,
         products=3,
-        in_specs=[by_query, by_key, by_key, bound, bound, across(1), across(1), by_query],
-        out_specs=[across(width)],
+        in_specs=[at.query, at.key, at.key, at.bound, at.bound, at.across(1), at.across(1), at.query],
+        out_specs=[at.across(width)],
         scratch=[pltpu.VMEM((width, sizes.queries), jnp.float32)],
         outputs=[_array((rows, heads, width, queries), q.dtype)],
     )(visits.seen, visits.keys, *inputs)
@@ -313,7 +336,7 @@ def _array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeSt
 def _call(kernel, sizes, grid, *, inner, products, in_specs, out_specs, scratch, outputs):
     """A call of a kernel whose last `inner` grid axes run in order; `products` matrix products a visited block."""
     width = in_specs[0].block_shape[-1]
-    turns = functools.reduce(lambda x, y: x * y, grid)
+    turns = math.prod(grid)
     return pl.pallas_call(
         functools.partial(kernel, sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -90,7 +90,7 @@ class TrainConfig:
 
     Attributes:
         drafter: what is trained.
-        data: conversation files (JSONL).
+        data: conversation files (JSONL or ArrayRecord).
         output: folder of checkpoints, exported drafters and logs.
         target: `smollm2-135m`, a path or a hub name.
         initial_drafter: start from this drafter's weights (shipped name, folder or hub name) with a fresh optimizer and

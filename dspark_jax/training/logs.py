@@ -108,11 +108,12 @@ class Speed:
         """Rates between two readings.
 
         Args:
-            before, after: `steps`, `seconds` (training time), `tokens`, `blocks` and `input_wait` (seconds).
+            before, after: `steps`, `seconds` (training time), `tokens`, `blocks`, `input_wait` and `saving` (seconds).
 
         Returns:
             `step_seconds`, `tokens_per_second`, `blocks_per_second`, `input_wait` (share of the training time),
-            `goodput` (training time over all time of this process: compilation, checks and saves are the rest),
+            `saving` (seconds that saves held the run up since the last reading), `goodput` (training time over all time
+            of this process: compilation, checks and saves are the rest),
             `host_gb` (most resident memory so far), and where the devices tell `device_gb` (most memory of one so far)
             and `mfu` (operations of the algorithm over the devices' peak).
         """
@@ -123,6 +124,7 @@ class Speed:
             "tokens_per_second": passed["tokens"] / seconds,
             "blocks_per_second": passed["blocks"] / seconds,
             "input_wait": passed["input_wait"] / seconds,
+            "saving": passed["saving"],
             "goodput": (after["seconds"] - self.seconds_before) / max(time.monotonic() - self.began, 1e-9),
             "host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         }

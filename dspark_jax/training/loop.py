@@ -40,6 +40,8 @@ DecodeCheck = Callable[[Drafter, int], dict[str, float]]
 STEPS_IN_FLIGHT = 2
 
 Reason = Literal["finished", "time", "signal"]
+CLOCKS = ("seconds", "tokens", "blocks", "input_wait", "saving")
+"""Counters that a run's speed follows from."""
 REASONS: tuple[Reason, ...] = ("finished", "time", "signal")
 """By urgency."""
 
@@ -71,6 +73,7 @@ class Counters:
         blocks: supervised blocks (EAGLE-3, MTP: positions) trained on.
         tokens: tokens of those rows, padding left out.
         input_wait: training time spent waiting for batches and handing them to the devices.
+        saving: time that saves held the run up, which is not training time.
     """
 
     seconds: float = 0.0
@@ -78,6 +81,7 @@ class Counters:
     blocks: int = 0
     tokens: int = 0
     input_wait: float = 0.0
+    saving: float = 0.0
 
 
 class Stopwatch:
@@ -308,7 +312,7 @@ class Run:
     def reading(self, step: int) -> dict[str, float]:
         """The run's clocks, for its speed."""
         c = self.counters
-        return {"steps": step, "seconds": c.seconds, "tokens": c.tokens, "blocks": c.blocks, "input_wait": c.input_wait}
+        return {"steps": step, **{name: getattr(c, name) for name in CLOCKS}}
 
     def due(self, every: int | None, step: int, last: bool) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
@@ -343,6 +347,7 @@ class Run:
         """Save everything a resume needs."""
         self.read_metrics(0)
         self.stopwatch.stop()
+        began = time.monotonic()
         self.counters.seconds = self.stopwatch.seconds
         self.checkpoints.save(
             state,
@@ -354,6 +359,7 @@ class Run:
             },
             gather(self.mesh, state.params),
         )
+        self.counters.saving += time.monotonic() - began
         self.stopwatch.start()
 
 

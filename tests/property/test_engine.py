@@ -11,7 +11,9 @@ import pytest
 from random_models import VOCAB, random_drafter, random_target
 
 from dspark_jax.engine.engine import Engine, EngineFull
+from dspark_jax.engine.probing import Probing
 from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.results import Statistics
 from dspark_jax.spec.schedule import CostCurve, Fixed, Greedy, NoDraft, Scheduled, Threshold
 
 TARGET = random_target()
@@ -211,3 +213,40 @@ def test_policies_that_cannot_be_followed_are_refused():
         Engine(TARGET, random_drafter("eagle3"), slots=1, max_length=LENGTH, policy=Threshold(0.5))
     with pytest.warns(UserWarning, match="verifies every draft token"):
         Engine(TARGET, random_drafter("vanilla"), slots=1, max_length=LENGTH, policy=Scheduled())
+
+
+def test_what_requests_told_is_remembered_when_all_have_ended():
+    """Where drafting does not pay, requests that find the engine empty are not drafted for: others were before them."""
+    costly = CostCurve.monotone(CURVE.buckets, [10 * x for x in CURVE.seconds])
+    made = engine("scheduled", policies={"scheduled": Scheduled(costly, CURVE)})
+    for expected in (True, False):
+        made.statistics, made.probing = Statistics(), Probing()
+        for prompt in PROMPTS[:2]:
+            made.submit(prompt, max_new_tokens=6, stop_token_ids=())
+        made.run()
+        assert (made.statistics.drafts > 0) == expected
+
+
+@pytest.mark.slow
+def test_greedy_text_on_a_real_model_does_not_depend_on_the_policy():
+    """SmolLM2 with the package's drafter: whole answers to built-in prompts, four at a time."""
+    from dspark_jax.draft.loading import load_drafter
+    from dspark_jax.evaluation.tasks import load_tasks
+    from dspark_jax.target.loading import load_target
+
+    target = load_target("smollm2-135m")
+    drafter = load_drafter("dspark", target)
+    prompts = [prompt.messages for prompt in load_tasks(())][::3]
+    curve = CostCurve.monotone((1, 4, 8, 16, 32), (1.0, 1.2, 1.5, 2.2, 4.0))
+    policies = (NoDraft(), Fixed(7), Fixed(3), Threshold(0.4), Greedy(curve), Scheduled(curve))
+    answers = []
+    for policy in policies:
+        made = Engine(
+            target, None if isinstance(policy, NoDraft) else drafter, slots=4, max_length=256, policy=policy,
+            row_ladder=(4, 8, 16, 32), mixed_ladder=(32,), chunk_ladder=(64,),
+        )  # fmt: skip
+        numbers = [made.submit(p, max_new_tokens=40) for p in prompts]
+        results = made.run()
+        answers.append([results[n].tokens for n in numbers])
+        assert answers[-1] == answers[0], policy
+    assert sum(map(len, answers[0])) > 150

@@ -32,7 +32,7 @@ config = TrainConfig(
         confidence_head=True,
     ),
     target="{folder}/target", data=(Path("{folder}/chats.jsonl"),), output=Path("unused"), steps={steps},
-    sequence_length=96, batch_size=8, num_anchors=4, dtype="float32", validate_every=20, log_every=1,
+    sequence_length=96, batch_size=8, num_anchors=4, dtype="float32", validate_every=2, log_every=1,
     checkpoint_every=1000, optimizer=OptimizerConfig(eps=1e-3),
 )
 '''

@@ -15,6 +15,7 @@ from training_setup import tiny_config, tiny_corpus, tiny_target
 from dspark_jax.draft.loading import load_drafter
 from dspark_jax.training import loop
 from dspark_jax.training.loop import train
+from dspark_jax.training.processes import Agreement
 
 
 def lines(output, kind="train"):
@@ -146,3 +147,33 @@ def test_a_run_starts_from_a_saved_drafter(straight, tmp_path):
         np.testing.assert_allclose(ours, theirs, atol=1e-20)
     with pytest.raises(ValueError, match=r"another shape: .*markov_rank 4 .the run: 0."):
         run(tmp_path / "other", kind="dflash", initial_drafter=saved, steps=2)
+
+
+def test_steps_without_finite_gradients_are_skipped_and_then_too_many(tmp_path):
+    target = tiny_target()
+    broken = dataclasses.replace(target.tables, head=target.tables.head.at[0, 0].set(np.nan))
+    target = dataclasses.replace(target, tables=broken, config=dataclasses.replace(target.config, tie_word_embeddings=False))
+    config = tiny_config(output=tmp_path, max_bad_steps=4)
+    with pytest.raises(FloatingPointError, match="4 steps in a row had gradients that are not finite.*loss nan"):
+        train(config, target, tiny_corpus())
+
+
+def test_the_speed_of_a_run_is_logged_and_steps_are_traced(tmp_path):
+    run(tmp_path, steps=6, log_every=3, profile_steps=(2, 3))
+    speeds = lines(tmp_path, "speed")
+    assert [x["step"] for x in speeds] == [3, 6]
+    for speed in speeds:
+        assert speed["step_seconds"] > 0 and speed["tokens_per_second"] > 0 and speed["blocks_per_second"] > 0
+        assert 0 < speed["goodput"] < 1 and 0 < speed["input_wait"] < 1 and speed["host_gb"] > 0
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    with pytest.raises(ValueError, match="profile_steps .5, 4.: expected a first step"):
+        run(tmp_path / "other", steps=6, profile_steps=(5, 4))
+
+
+def test_several_processes_agree_two_steps_later(monkeypatch):
+    """One process that plays two: what any device's process wants is the answer to all, `lag` calls later."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    agreement = Agreement(lag=2)
+    assert [agreement(wish) for wish in (0, 2, 1, 0, 0)] == [0, 0, 0, 2, 1]
+    monkeypatch.undo()
+    assert [Agreement(lag=2)(wish) for wish in (0, 2)] == [0, 2]
