@@ -1,4 +1,4 @@
-"""Conversation files to token ids: read JSONL or ArrayRecord, apply stated policies, tokenize, count what was kept and why not.
+"""Conversation files to token ids: read, apply stated policies, tokenize, count what was kept and why not.
 
 Three row forms are read: `{"conversations": [{"role", "content"}, …]}`, `{"messages": …}`, and
 `{"prompt", "response", "finish"}`, where `finish == "length"` says that the answer was cut: no end-of-turn token.

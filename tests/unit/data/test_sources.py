@@ -45,5 +45,5 @@ def test_more_records_than_are_read_at_once(tmp_path):
 def test_another_file_with_the_ending_is_refused(tmp_path):
     path = tmp_path / "wrong.array_record"
     path.write_text("no records")
-    with pytest.raises(ValueError, match="wrong.array_record is no ArrayRecord file"):
+    with pytest.raises(ValueError, match=r"wrong\.array_record is no ArrayRecord file"):
         list(file_lines(path))

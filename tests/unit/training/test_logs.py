@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dspark_jax.training.logs import MetricLog, Window
+from dspark_jax.training.logs import MetricLog, Speed, Window
 from dspark_jax.training.losses import LossTerms
 from dspark_jax.training.step import StepMetrics
 
@@ -83,3 +85,18 @@ def test_lines_after_the_resume_point_are_dropped(tmp_path):
     assert [x["step"] for x in records] == [5, 10, 12]
     assert records[0] == {"kind": "train", "step": 5, "loss": 0.5, "accept_rate": [0.5, 0.25]}
     assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_speed_between_two_readings(monkeypatch):
+    device = SimpleNamespace(device_kind="TPU v5 lite", memory_stats=lambda: {"peak_bytes_in_use": 3_000_000_000})
+    monkeypatch.setattr("jax.local_devices", lambda: [device])
+    monkeypatch.setattr("jax.device_count", lambda: 4)
+    before = {"steps": 10, "seconds": 100.0, "tokens": 1000, "blocks": 50, "input_wait": 1.0, "saving": 0.0}
+    after = {"steps": 14, "seconds": 108.0, "tokens": 5000, "blocks": 90, "input_wait": 1.4, "saving": 0.5}
+    speed = Speed(flops=4 * 197e12, began=time.monotonic() - 20, seconds_before=98.0).measure(before, after)
+    assert speed["step_seconds"] == 2 and speed["tokens_per_second"] == 500 and speed["blocks_per_second"] == 5
+    assert speed["input_wait"] == pytest.approx(0.05) and speed["saving"] == 0.5 and speed["device_gb"] == 3
+    assert speed["mfu"] == pytest.approx(0.5)  # a second's work of every device, in two
+    assert speed["goodput"] == pytest.approx(10 / 20, rel=1e-2)
+    device.device_kind = "some other chip"
+    assert "mfu" not in Speed(1.0, time.monotonic(), 0.0).measure(before, after)
