@@ -299,7 +299,8 @@ class Run:
         self.read_metrics(0)
         self.counters.seconds = self.stopwatch.seconds
         means = self.window.means()
-        log.write("train", step, {**dataclasses.asdict(self.counters), "steps": self.window.steps, **means})
+        spent = {name: getattr(self.counters, name) for name in ("seconds", "sequences", "blocks", "tokens")}
+        log.write("train", step, {**spent, "steps": self.window.steps, **means})
         reading = self.reading(step)
         log.write("speed", step, self.speed.measure(self.last_reading, reading))
         self.window, self.last_reading = Window(), reading
@@ -312,7 +313,7 @@ class Run:
     def reading(self, step: int) -> dict[str, float]:
         """The run's clocks, for its speed."""
         c = self.counters
-        return {"steps": step, **{name: getattr(c, name) for name in CLOCKS}}
+        return {"steps": float(step), **{name: float(getattr(c, name)) for name in CLOCKS}}
 
     def due(self, every: int | None, step: int, last: bool) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""

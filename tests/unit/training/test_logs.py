@@ -91,8 +91,8 @@ def test_speed_between_two_readings(monkeypatch):
     device = SimpleNamespace(device_kind="TPU v5 lite", memory_stats=lambda: {"peak_bytes_in_use": 3_000_000_000})
     monkeypatch.setattr("jax.local_devices", lambda: [device])
     monkeypatch.setattr("jax.device_count", lambda: 4)
-    before = {"steps": 10, "seconds": 100.0, "tokens": 1000, "blocks": 50, "input_wait": 1.0, "saving": 0.0}
-    after = {"steps": 14, "seconds": 108.0, "tokens": 5000, "blocks": 90, "input_wait": 1.4, "saving": 0.5}
+    before = {"steps": 10.0, "seconds": 100.0, "tokens": 1000.0, "blocks": 50.0, "input_wait": 1.0, "saving": 0.0}
+    after = {"steps": 14.0, "seconds": 108.0, "tokens": 5000.0, "blocks": 90.0, "input_wait": 1.4, "saving": 0.5}
     speed = Speed(flops=4 * 197e12, began=time.monotonic() - 20, seconds_before=98.0).measure(before, after)
     assert speed["step_seconds"] == 2 and speed["tokens_per_second"] == 500 and speed["blocks_per_second"] == 5
     assert speed["input_wait"] == pytest.approx(0.05) and speed["saving"] == 0.5 and speed["device_gb"] == 3
