@@ -95,7 +95,8 @@ def training_attend(
     def attend(spec: AttentionSpec, q, k, v, cache):
         rows, anchored, size, heads, width = q.shape
         intervals = anchor_intervals(anchors, keep, segments, block_size, spec.window)
-        out, log_mass = attention(q.reshape(rows, anchored * size, heads, width), *cache, intervals, spec.scale)
+        keys, values = cache
+        out, log_mass = attention(q.reshape(rows, anchored * size, heads, width), keys, values, intervals, spec.scale)
         by_block = lambda x: x.reshape(rows, anchored, size, k.shape[-2], -1, *x.shape[3:])  # noqa: E731
         out, log_mass, grouped = by_block(out), by_block(log_mass), by_block(q.reshape(rows, -1, heads, width))
         own = jnp.einsum("bagknh,bamkh->bagknm", grouped, k, preferred_element_type=jnp.float32) * spec.scale

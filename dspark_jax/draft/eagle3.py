@@ -270,8 +270,9 @@ def _test_time_attend(segments: Int[Array, "B L"], step: int, attention: Interva
         else:
             later = (*later, (k, v))
         intervals = causal_intervals(segments, spec.window)
-        intervals = intervals.replace(end=jnp.where(alive, intervals.end, intervals.begin))
-        out, log_mass = attention(q, *first, intervals, spec.scale)
+        intervals = dataclasses.replace(intervals, end=jnp.where(alive, intervals.end, intervals.begin))
+        keys, values = first
+        out, log_mass = attention(q, keys, values, intervals, spec.scale)
         if later:
             by_head = lambda x: x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:])  # noqa: E731  [B, L, K, n, ...]
             out, log_mass, grouped = by_head(out), by_head(log_mass), by_head(q).astype(jnp.float32)

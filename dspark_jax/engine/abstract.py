@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dspark_jax.config import DecoderConfig
-from dspark_jax.draft.contract import DrafterFunctions
+from dspark_jax.draft.dspark import DSparkFunctions
+from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.engine.compiled import prompt_chunk
 from dspark_jax.engine.requests import MAX_STOP_TOKENS
 from dspark_jax.engine.state import Limits, Memory, Slots, Weights
@@ -61,7 +62,7 @@ class AbstractRound:
 
 def abstract_round(
     target: DecoderConfig,
-    drafter: DrafterFunctions,
+    drafter: DSparkFunctions | Eagle3Functions,
     params: tuple[Any, Any],
     mesh: Mesh,
     *,

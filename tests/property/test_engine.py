@@ -217,7 +217,7 @@ def test_policies_that_cannot_be_followed_are_refused():
 
 def test_what_requests_told_is_remembered_when_all_have_ended():
     """Where drafting does not pay, requests that find the engine empty are not drafted for: others were before them."""
-    costly = CostCurve.monotone(CURVE.buckets, [10 * x for x in CURVE.bucket_seconds])
+    costly = CostCurve.monotone(CURVE.buckets, [3 * x for x in CURVE.bucket_seconds])
     made = engine("scheduled", policies={"scheduled": Scheduled(costly, CURVE)})
     for expected in (True, False):
         made.statistics, made.probing = Statistics(), Probing()

@@ -64,7 +64,7 @@ def test_a_small_step_fits(arguments, tmp_path, capsys):
 def test_a_step_that_does_not_fit_is_told_why(arguments, tmp_path, capsys):
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     output = tmp_path / "report.json"
-    large = ["--sequence-length", "4096", "--num-anchors", "2048", "--batch-size", "64", "--attention", "dense"]
+    large = ["--sequence-length", "4096", "--num-anchors", "2048", "--batch-size", "128", "--attention", "dense"]
     assert main([*arguments, *large, "--accumulation", "1", "--output", str(output)]) == EXIT_DOES_NOT_FIT
     report = json.loads(output.read_text())
     assert not report["fits"] and "hbm" in report["reason"].lower()
