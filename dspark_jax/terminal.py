@@ -21,11 +21,11 @@ def table_console() -> Console:
 def guarded(run: Callable[[], int | None]) -> int:
     """Run a command; returns its exit status.
 
-    Missing files and packages and refused settings say what was found and what to do: they are printed in one line,
-    which a traceback would bury. Anything else is a fault of ours and keeps its traceback.
+    Missing files and packages, refused settings and runs that diverge say what was found and what to do: they are
+    printed in one line, which a traceback would bury. Anything else is a fault of ours and keeps its traceback.
     """
     try:
         return run() or 0
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ModuleNotFoundError, FloatingPointError, ValueError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return EXIT_ERROR
