@@ -38,6 +38,7 @@ from dspark_jax.training.flops import model_flops, traced_flops
 from dspark_jax.training.tpu import GIB, Memory, chip_of, out_of_memory, program_memory, topology_devices
 
 EXIT_DOES_NOT_FIT = 1
+TRAIN_STEP = "train step"
 LISTED = 20
 """Exchanges that a report lists one by one."""
 
@@ -71,7 +72,7 @@ class CompileCommand:
         topology: chip and shape of the slice: v5e:4x4, v6e:2x4, v5p:2x2x1, tpu7x:2x2x1, v4:2x2x1.
         target_config: config.json of the target (Hugging Face), for targets that are not known by name.
         output: write every number to this JSON file.
-        text: write the compiled program to this file.
+        text: write the compiled program to this file; of several, each to one with the program's name added.
     """
 
     config: Path
@@ -102,12 +103,12 @@ def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
         config = dataclasses.replace(config, attention=config.attention or "kernel")
         step = abstract_step(config, abstract_target(config.target, shape, jnp.dtype(config.dtype)), mesh)
         common |= program_facts(config, step, shape, mesh.size)
-        programs = {"train step": step.lower}
+        programs = {TRAIN_STEP: step.lower}
     else:
         programs = decode_programs(command.decode, config, shape, mesh)
         common["decode"] = dataclasses.asdict(command.decode)
     console.print(introduction(command, common, config), highlight=False, soft_wrap=True)
-    reports = {name: compiled_report(lower, chip.memory, command.text) for name, lower in programs.items()}
+    reports = {name: compiled_report(lower, chip.memory, text_of(command, name)) for name, lower in programs.items()}
     for name, report in reports.items():
         for table in tables(name, common | report, chip.flops):
             console.print(table)
@@ -116,11 +117,18 @@ def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
         console.print(line, highlight=False, soft_wrap=True)
     if command.output:
         # A train step is one program and its report flat.
-        content = common | (reports["train step"] if command.what == "train" else {"programs": reports, "fits": fits})
+        content = common | (reports[TRAIN_STEP] if command.what == "train" else {"programs": reports, "fits": fits})
         with atomic_write(command.output, "w") as file:
             json.dump(content, file, indent=1)
             file.write("\n")
     return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+def text_of(command: CompileCommand, program: str) -> Path | None:
+    """File for a program's text: `round.txt` becomes `round_draft.txt` where there are several programs."""
+    if command.text is None or program == TRAIN_STEP:
+        return command.text
+    return command.text.with_stem(f"{command.text.stem}_{program.split()[0]}")
 
 
 def decode_programs(

@@ -167,7 +167,14 @@ class TrainConfig:
             raise ValueError(f"give steps or epochs, exactly one: found steps {self.steps}, epochs {self.epochs}")
         if self.batch_size % self.accumulation:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation}")
-        for name in ("checkpoint_every", "keep_checkpoints", "log_every", "accumulation", "vocab_chunk"):
+        for name in (
+            "checkpoint_every",
+            "keep_checkpoints",
+            "log_every",
+            "accumulation",
+            "vocab_chunk",
+            "max_bad_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
         parallel = self.drafter.kind not in _AUTOREGRESSIVE

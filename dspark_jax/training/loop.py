@@ -135,6 +135,10 @@ def train(
         raise ValueError(
             f"decode_every is {config.decode_every}: real decoding needs a run of one process, set it to None"
         )
+    if config.attention == "kernel" and jax.default_backend() != "tpu":
+        raise ValueError(
+            f"attention 'kernel' runs on TPUs, found {jax.default_backend()}: leave it out, or take 'dense'"
+        )
     if jax.process_index() > 0:
         console = Console(quiet=True)
     run = Run(config, target, corpus, decode_check, console or Console(stderr=True))

@@ -75,7 +75,10 @@ def test_a_round_of_the_engine_fits(arguments, tmp_path, capsys):
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     output = tmp_path / "report.json"
     engine = ["--what", "decode", "--decode.slots", "4", "--decode.max-length", "512", "--decode.chunk", "32"]
-    assert main([*arguments, *engine, "--mesh.fsdp", "1", "--mesh.tensor", "4", "--output", str(output)]) == 0
+    files = ["--output", str(output), "--text", str(tmp_path / "round.txt")]
+    assert main([*arguments, *engine, "--mesh.fsdp", "1", "--mesh.tensor", "4", *files]) == 0
+    draft, verify = ((tmp_path / f"round_{name}.txt").read_text() for name in ("draft", "verify"))
+    assert draft != verify and draft.startswith("HloModule") and verify.startswith("HloModule")
     report, printed = json.loads(output.read_text()), capsys.readouterr().out
     assert report["fits"] and report["programs"].keys() == {"draft", "verify 16 rows and 32 prompt tokens"}
     assert all(0 < x["memory"]["peak"] < report["capacity"] for x in report["programs"].values())

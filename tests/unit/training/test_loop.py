@@ -160,6 +160,11 @@ def test_steps_without_finite_gradients_are_skipped_and_then_too_many(tmp_path):
         train(config, target, tiny_corpus())
 
 
+def test_the_kernel_is_refused_where_it_cannot_run(tmp_path):
+    with pytest.raises(ValueError, match="attention 'kernel' runs on TPUs, found cpu"):
+        run(tmp_path, attention="kernel")
+
+
 def test_the_speed_of_a_run_is_logged_and_steps_are_traced(tmp_path):
     run(tmp_path, steps=6, log_every=3, profile_steps=(2, 3))
     speeds = lines(tmp_path, "speed")
