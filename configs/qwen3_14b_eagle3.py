@@ -17,6 +17,6 @@ from qwen3_4b_eagle3 import config as qwen3_4b
 config = replace(
     qwen3_4b,
     target="Qwen/Qwen3-14B",
-    data=(Path("data/qwen3_14b_train.jsonl"),),
+    data=("data/qwen3_14b_train.jsonl",),
     output=Path("runs/qwen3_14b_eagle3"),
 )

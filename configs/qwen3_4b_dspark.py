@@ -33,7 +33,7 @@ config = TrainConfig(
         confidence_head=True,
     ),
     target="Qwen/Qwen3-4B",
-    data=(Path("data/qwen3_4b_train.jsonl"),),
+    data=("data/qwen3_4b_train.jsonl",),
     output=Path("runs/qwen3_4b_dspark"),
     loss=LossConfig(ce=0.1, tv=0.9, confidence=1.0),
     optimizer=OptimizerConfig(learning_rate=6e-4, warmup=0.04, clip=1.0),

@@ -26,7 +26,7 @@ config = TrainConfig(
         confidence_head=True,
     ),
     target="smollm2-135m",
-    data=(Path("data/smollm2_train.jsonl"),),
+    data=("data/smollm2_train.jsonl",),
     output=Path("runs/smollm2_dspark"),
     loss=LossConfig(ce=0.1, tv=0.9, confidence=1.0),
     optimizer=OptimizerConfig(learning_rate=1.5e-3),

@@ -18,6 +18,7 @@ from rich.console import Console
 from dspark_jax.config import spread_layer_ids
 from dspark_jax.data.conversations import IngestOptions, load_corpus
 from dspark_jax.data.target_cache import size_estimate
+from dspark_jax.files import cache_dir
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded
 from dspark_jax.training.features import write_feature_cache
@@ -28,7 +29,7 @@ class CacheCommand:
     """Write the target's features for a corpus.
 
     Attributes:
-        data: conversation files (JSONL).
+        data: conversation files (JSONL or ArrayRecord): paths, or URLs such as `gs://bucket/name`.
         output: folder of the cache; an unfinished one is continued.
         target: `smollm2-135m`, a path or a hub name.
         taps: tapped layers; by default five spread over the depth.
@@ -38,7 +39,7 @@ class CacheCommand:
         yes: write without asking when the cache takes more than 1 GB.
     """
 
-    data: tuple[Path, ...]
+    data: tuple[str, ...]
     output: Path
     target: str = "smollm2-135m"
     taps: tuple[int, ...] | None = None
@@ -57,13 +58,14 @@ def main(command: CacheCommand) -> None:
         target.tokenizer,
         IngestOptions(max_length=command.max_length),
         vocab_size=target.config.vocab_size,
+        store=cache_dir() / "corpora",
     )
     console.print(summary.table())
     taps = command.taps or spread_layer_ids(target.config.num_layers)
     width = target.config.hidden_size
-    size = size_estimate(len(corpus.tokens), len(taps) * width, width, len(corpus))
+    size = size_estimate(corpus.num_tokens, len(taps) * width, width, len(corpus))
     console.print(
-        f"{len(corpus):,} rows, {len(corpus.tokens):,} tokens, taps {taps}: {size / 1e9:.1f} GB at {command.output}"
+        f"{len(corpus):,} rows, {corpus.num_tokens:,} tokens, taps {taps}: {size / 1e9:.1f} GB at {command.output}"
     )
     if size > 1e9 and not command.yes and input("write it? [y/N] ").strip().lower() != "y":
         raise SystemExit("nothing written")

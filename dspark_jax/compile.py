@@ -25,7 +25,7 @@ from rich.table import Table
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.loading import functions_for
-from dspark_jax.engine.abstract import abstract_round
+from dspark_jax.engine.abstract import MarkovTables, abstract_round
 from dspark_jax.files import atomic_write
 from dspark_jax.huggingface import decoder_config, read_json
 from dspark_jax.sharding import create_mesh
@@ -51,11 +51,14 @@ class DecodeShape:
         slots: requests at a time.
         max_length: tokens that a slot holds.
         chunk: prompt tokens of a step.
+        markov_tables: "split" by vocabulary over the mesh's tensor axis: every draft token needs sums and row lookups
+            across it; or "replicated": logits are gathered once a block, and every device holds and reads whole tables.
     """
 
     slots: int = 16
     max_length: int = 2048
     chunk: int = 128
+    markov_tables: MarkovTables = "split"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,13 +137,7 @@ def text_of(command: CompileCommand, program: str) -> Path | None:
 def decode_programs(
     shape: DecodeShape, config: TrainConfig, target: DecoderConfig, mesh: Mesh
 ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """The programs of a round of the engine.
-
-    Raises:
-        ValueError: a mesh with other axes than `tensor`.
-    """
-    if mesh.shape["data"] * mesh.shape["fsdp"] > 1:
-        raise ValueError(f"an engine's mesh has one axis, --mesh.tensor: found {dict(mesh.shape)}")
+    """The programs of a round of the engine."""
     drafter = drafter_config(config, target)
     functions = functions_for(drafter, jnp.dtype(config.dtype))
     draft = jax.eval_shape(lambda: functions.initialise(jax.random.key(0), drafter.feature_width))
@@ -151,6 +148,7 @@ def decode_programs(
         mesh,
         slots=shape.slots,
         max_length=shape.max_length,
+        markov_tables=shape.markov_tables,
         dtype=jnp.dtype(config.dtype),
     )
     rows = shape.slots * (drafter.block_size + 1)

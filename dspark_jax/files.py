@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,9 +54,7 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         # mkstemp creates 0600 files: give the final file the permissions that open() would have given.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+        os.chmod(name, 0o666 & ~_umask())
         with os.fdopen(descriptor, mode, encoding=None if mode == "wb" else "utf-8") as file:
             yield file
             file.flush()
@@ -65,6 +64,39 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Make a temporary folder that becomes `path` in one step when the block ends without an error.
+
+    Processes may make the same folder at once: the first to finish is kept, the others' work is dropped.
+
+    Args:
+        path: final name, which does not exist yet.
+
+    Yields:
+        The temporary folder, beside the final one.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    try:
+        folder.chmod(0o777 & ~_umask())
+        yield folder
+        try:
+            os.rename(folder, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def sha256(path: str | Path) -> str:

@@ -32,7 +32,11 @@ PARAMETERS: tuple[tuple[str, P], ...] = (
     (r"(embed|head)$", P("tensor", "fsdp")),
 )
 
+# For drafting: nothing is exchanged inside the sequential head's scan, for whole tables on every device.
+REPLICATED_MARKOV = ((r"markov_head/markov_w[12]/weight$", P()), *PARAMETERS)
+
 ACTIVATIONS: dict[str, P] = {
+    "whole": P(),
     "rows": P(("data", "fsdp")),
     "accumulated_rows": P(None, ("data", "fsdp")),
     "head": P("tensor", None),
@@ -78,7 +82,9 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
-def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
+def parameter_spec(
+    path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, P]] = PARAMETERS
+) -> P:
     """Axes of one parameter, or of an optimizer moment whose path ends like the parameter's.
 
     A dimension that its axis does not divide stays whole (fewer K/V heads than the axis, odd tiny widths).
@@ -87,13 +93,14 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -
         path: `layers_0/self_attn/q_proj/weight`; anything may precede it.
         shape: of the array.
         mesh: gives the axis sizes.
+        rules: the table.
 
     Raises:
         ValueError: a path that no rule knows, or a rule that uses an axis twice.
     """
     if not shape:
         return P()
-    found = next((spec for pattern, spec in PARAMETERS if re.search(pattern, path)), None)
+    found = next((spec for pattern, spec in rules if re.search(pattern, path)), None)
     if found is None:
         raise ValueError(f"no sharding rule for parameter {path!r} {tuple(shape)}: add one to sharding.PARAMETERS")
     check_collisions(found, path)
@@ -101,17 +108,21 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -
     return P(*(axis if axis and size % _axis_size(mesh, axis) == 0 else None for axis, size in pairs))
 
 
-def tree_shardings(mesh: Mesh, tree: Any) -> Any:
+def tree_shardings(mesh: Mesh, tree: Any, rules: Sequence[tuple[str, P]] = PARAMETERS) -> Any:
     """NamedShardings of a tree of parameters, or of any tree that holds parameter-shaped trees (optimizer state)."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, parameter_spec(_path_text(path), leaf.shape, mesh))
+        return NamedSharding(mesh, parameter_spec(_path_text(path), leaf.shape, mesh, rules))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def place(mesh: Mesh, tree: Any) -> Any:
-    """Lay a tree of parameters out on the mesh; of several processes each holds all of it and gives its parts."""
+    """Lay a tree of parameters out on the mesh; of several processes each holds all of it and gives its parts.
+
+    An array that occurs twice (tied embedding and head) stays one.
+    """
+    placed: dict[tuple[int, NamedSharding], jax.Array] = {}
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and (not x.is_fully_addressable or jax.process_count() == 1):
@@ -119,7 +130,12 @@ def place(mesh: Mesh, tree: Any) -> Any:
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(put, tree, tree_shardings(mesh, tree))
+    def put_once(x: Any, sharding: NamedSharding) -> jax.Array:
+        if (id(x), sharding) not in placed:
+            placed[id(x), sharding] = put(x, sharding)
+        return placed[id(x), sharding]
+
+    return jax.tree.map(put_once, tree, tree_shardings(mesh, tree))
 
 
 def gather(mesh: Mesh, tree: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 
@@ -46,5 +45,3 @@ def _forget_programs():
     """Drop compiled programs after every module: thousands of them exhaust the memory maps a process may have."""
     yield
     PROGRAMS.clear()
-    jax.clear_caches()
-    gc.collect()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import DecoderConfig, RopeConfig
-from dspark_jax.data.conversations import Conversation, TokenizedCorpus
+from dspark_jax.data.corpus import TokenizedCorpus, TokenizedRow
 from dspark_jax.target.loading import Target, parameter_shapes
 from dspark_jax.training.config import DrafterShape, MeshShape, TrainConfig
 from dspark_jax.training.losses import LossConfig
@@ -45,7 +45,8 @@ def tiny_corpus(count=60, seed=0, shortest=6, longest=14):
     for i in range(count):
         length = int(rng.integers(shortest, longest + 1))
         tokens = (int(rng.integers(0, 30)) + 3 * np.arange(length)) % 38
-        rows.append((Conversation(f"row-{i:04d}", "toy", [], True, i), tokens.astype(np.int32), np.arange(length) >= 2))
+        mask = (np.arange(length) >= 2).astype(np.uint8)
+        rows.append(TokenizedRow(f"row-{i:04d}", "toy", i, tokens.astype(np.int32), mask))
     return TokenizedCorpus.from_rows(rows)
 
 

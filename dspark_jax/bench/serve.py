@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dspark_jax.bench.numbers import earlier_numbers, write_numbers
 from dspark_jax.draft.loading import load_drafter
+from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.evaluation.figures import require_matplotlib
 from dspark_jax.evaluation.replay import PromptCost, load_traces, record_traces, replay, save_traces
 from dspark_jax.evaluation.serving import (
@@ -29,7 +30,7 @@ from dspark_jax.evaluation.serving import (
 )
 from dspark_jax.evaluation.serving_plots import write_load_plots
 from dspark_jax.evaluation.tables import Grid, rich_table
-from dspark_jax.evaluation.tasks import load_tasks
+from dspark_jax.evaluation.tasks import domains_in_turn, load_tasks
 from dspark_jax.progress import Progress
 from dspark_jax.spec.schedule import CostCurve, Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import load_target
@@ -107,7 +108,7 @@ def bench_serve(command: Serve) -> dict[str, Any]:
         systems.append(ServingSystem(command.baseline, baseline, Fixed(baseline.config.block_size)))
     systems += [ServingSystem(f"fixed {k}", drafter, Fixed(k)) for k in command.fixed]
     systems.append(ServingSystem("scheduled", drafter, None))
-    prompts = [prompt.messages for prompt in load_tasks(command.tasks)]
+    prompts = [prompt.messages for prompt in domains_in_turn(load_tasks(command.tasks))]
     load = Load()
     if earlier and command.output is not None:
         load = load_from_report(earlier, command.output).finished(len(systems) * command.load.repeats)
@@ -126,6 +127,7 @@ def bench_serve(command: Serve) -> dict[str, Any]:
             ):
                 load = before + measured
                 write_numbers(command, load_report(load, command.load))
+            PROGRAMS.clear()
     results = _load_results(command, load)
     if command.plots is not None:
         write_load_plots(summarize_load(load.points), command.plots)

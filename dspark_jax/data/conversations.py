@@ -10,20 +10,20 @@ the summary.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, UInt8
+import tokenizers
+import transformers
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from dspark_jax.data import chat
 from dspark_jax.data.chat import (
     ChatOptions,
     RenderedConversation,
@@ -31,7 +31,8 @@ from dspark_jax.data.chat import (
     encode_conversations,
     render_conversation,
 )
-from dspark_jax.data.sources import file_lines
+from dspark_jax.data.corpus import TokenizedCorpus, TokenizedRow, check_token_ids, read_corpus, write_corpus
+from dspark_jax.data.sources import file_lines, is_url, local_file
 from dspark_jax.files import fingerprint
 from dspark_jax.progress import Progress
 
@@ -72,71 +73,6 @@ class Conversation:
     messages: list[dict[str, Any]]
     complete: bool
     source_index: int
-
-
-@dataclass(frozen=True)
-class TokenizedCorpus:
-    """Tokenized rows in flat arrays; row i is `tokens[offsets[i]:offsets[i + 1]]`.
-
-    Attributes:
-        tokens: all token ids, `[total]`.
-        loss_mask: 1 where the token is supervised, `[total]`.
-        offsets: row boundaries, `[rows + 1]`.
-        source_index: row number in the files as read, `[rows]`; survives splits, and is the sample id of target caches.
-        ids: row ids.
-        domains: row domains.
-    """
-
-    tokens: Int[np.ndarray, "total"]
-    loss_mask: UInt8[np.ndarray, "total"]
-    offsets: Int[np.ndarray, "rows_plus_1"]
-    source_index: Int[np.ndarray, "rows"]
-    ids: tuple[str, ...]
-    domains: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def lengths(self) -> Int[np.ndarray, "rows"]:
-        """Tokens of every row."""
-        return np.diff(self.offsets)
-
-    @property
-    def fingerprint(self) -> str:
-        """Short content hash: equal iff tokens, masks, boundaries and ids are."""
-        return fingerprint([self.tokens, self.loss_mask, self.offsets, self.source_index, self.ids])
-
-    def row(self, index: int | np.integer) -> tuple[Int[np.ndarray, "L"], UInt8[np.ndarray, "L"]]:
-        """Return views of the token ids and the loss mask of row `index`."""
-        part = slice(self.offsets[index], self.offsets[index + 1])
-        return self.tokens[part], self.loss_mask[part]
-
-    def subset(self, rows: Sequence[int] | np.ndarray) -> TokenizedCorpus:
-        """Return a corpus of the given rows, in the given order."""
-        parts = [self.row(i) for i in rows]
-        lengths = [len(x) for x, _ in parts]
-        return TokenizedCorpus(
-            tokens=np.concatenate([x for x, _ in parts] or [np.zeros(0, np.int32)]),
-            loss_mask=np.concatenate([x for _, x in parts] or [np.zeros(0, np.uint8)]),
-            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            source_index=self.source_index[np.asarray(rows, np.int64)],
-            ids=tuple(self.ids[int(i)] for i in rows),
-            domains=tuple(self.domains[int(i)] for i in rows),
-        )
-
-    @staticmethod
-    def from_rows(rows: Sequence[tuple[Conversation, np.ndarray, np.ndarray]]) -> TokenizedCorpus:
-        """Build a corpus from (conversation, token ids, loss mask) triples."""
-        lengths = [len(tokens) for _, tokens, _ in rows]
-        return TokenizedCorpus(
-            tokens=np.concatenate([np.asarray(x, np.int32) for _, x, _ in rows] or [np.zeros(0, np.int32)]),
-            loss_mask=np.concatenate([np.asarray(x, np.uint8) for *_, x in rows] or [np.zeros(0, np.uint8)]),
-            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            source_index=np.asarray([x.source_index for x, *_ in rows], np.int64),
-            ids=tuple(x.id for x, *_ in rows),
-            domains=tuple(x.domain for x, *_ in rows),
-        )
 
 
 @dataclass
@@ -189,14 +125,17 @@ def load_corpus(
     options: IngestOptions | None = None,
     *,
     vocab_size: int | None = None,
+    store: Path | None = None,
 ) -> tuple[TokenizedCorpus, IngestSummary]:
     """Read, render and tokenize conversation files.
 
     Args:
-        paths: JSONL or ArrayRecord files, in order.
+        paths: JSONL or ArrayRecord files, in order: paths, or URLs such as `gs://bucket/name`, which are copied first.
         tokenizer: the target's fast tokenizer with its chat template.
         options: policies; the defaults when None.
         vocab_size: rows of the target's embedding; ids outside are refused. None takes `len(tokenizer)`.
+        store: folder that keeps tokenized corpora. What is there already is not tokenized again, and rows stay on disk,
+            mapped into memory. None tokenizes into memory.
 
     Returns:
         The corpus and the account of every row.
@@ -207,16 +146,57 @@ def load_corpus(
     """
     options = options or IngestOptions()
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    missing = [str(path) for path in paths if not Path(path).is_file()]
+    missing = [str(path) for path in paths if not is_url(path) and not Path(path).is_file()]
     if missing:
         raise FileNotFoundError(
             f"no conversation file {', '.join(missing)}: give JSON lines with `conversations` (--data)"
         )
+    files = [local_file(path) for path in paths]
+    limit = len(tokenizer) if vocab_size is None else vocab_size
     summary = IngestSummary()
-    kept: list[tuple[Conversation, np.ndarray, np.ndarray]] = []
+    rows = _tokenized_rows(files, tokenizer, options, limit, summary)
+    if store is None:
+        return TokenizedCorpus.from_rows(list(rows)), summary
+    # The code that decides about rows is part of the key: no entry outlives a change of it.
+    code = [Path(__file__), Path(chat.__file__)]
+    made_of = [files, [file.stem for file in files], *code, asdict(options), limit, _tokenizer_settings(tokenizer)]
+    folder = store / fingerprint(made_of)
+    if not folder.exists():
+        write_corpus(folder, rows, lambda: vars(summary))
+    corpus, saved = read_corpus(folder)
+    return corpus, IngestSummary(**{**saved, "dropped": Counter(saved["dropped"])})
+
+
+def _tokenizer_settings(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """All that decides how text becomes tokens."""
+    backend = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    return [backend, tokenizer.chat_template, transformers.__version__, tokenizers.__version__]
+
+
+def _tokenized_rows(
+    files: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    options: IngestOptions,
+    vocab_size: int,
+    summary: IngestSummary,
+) -> Iterator[TokenizedRow]:
+    """Yield the rows of files that are kept; `summary` is complete at the end.
+
+    Raises:
+        ValueError: at the end, when there was none; at a row with a token id outside the vocabulary.
+    """
     pending: list[tuple[Conversation, RenderedConversation]] = []
     with Progress("tokenizing", unit="rows") as progress:
-        for conversation in read_conversations(paths, summary):
+
+        def tokenized() -> list[TokenizedRow]:
+            rows = _tokenize(tokenizer, pending, options, summary)
+            for row in rows:
+                check_token_ids(row.tokens, vocab_size, f"row {row.id} of the corpus")
+            progress.update(len(pending), kept=summary.kept)
+            pending.clear()
+            return rows
+
+        for conversation in read_conversations(files, summary):
             try:
                 rendered = render_conversation(
                     tokenizer, conversation.messages, options.chat, complete=conversation.complete
@@ -226,16 +206,10 @@ def load_corpus(
                 continue
             pending.append((conversation, rendered))
             if len(pending) == TOKENIZE_ROWS:
-                kept += _tokenize(tokenizer, pending, options, summary)
-                progress.update(len(pending), kept=len(kept))
-                pending = []
-        kept += _tokenize(tokenizer, pending, options, summary)
-        progress.update(len(pending), kept=len(kept))
-    if not kept:
-        raise ValueError(f"No training row in {[str(x) for x in paths]}: dropped {dict(summary.dropped)}.")
-    corpus = TokenizedCorpus.from_rows(kept)
-    check_token_ids(corpus.tokens, len(tokenizer) if vocab_size is None else vocab_size, "the tokenized corpus")
-    return corpus, summary
+                yield from tokenized()
+        yield from tokenized()
+    if not summary.kept:
+        raise ValueError(f"No training row in {[str(x) for x in files]}: dropped {dict(summary.dropped)}.")
 
 
 def read_conversations(paths: Sequence[str | Path], summary: IngestSummary) -> Iterator[Conversation]:
@@ -263,49 +237,12 @@ def read_conversations(paths: Sequence[str | Path], summary: IngestSummary) -> I
                 summary.rows += 1
 
 
-def split_validation(corpus: TokenizedCorpus, every: int = 50) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-    """Split by row id, before any shuffle, into training and validation rows.
-
-    A row is validation when the number at the end of its id is divisible by `every` (ids without a number use a hash
-    of the id), so that the split survives reordering, filtering and more data.
-
-    Args:
-        corpus: all rows.
-        every: one row in this many is held out.
-
-    Returns:
-        Training rows and validation rows; no id is in both.
-    """
-    held_out = np.asarray([row_number(x) % every == 0 for x in corpus.ids], bool)
-    return corpus.subset(np.flatnonzero(~held_out)), corpus.subset(np.flatnonzero(held_out))
-
-
-def row_number(row_id: str) -> int:
-    """Return the number at the end of a row id, or a stable hash of the id when it has none."""
-    found = re.search(r"(\d+)\s*$", row_id)
-    return int(found[1]) if found else int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big")
-
-
-def check_token_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
-    """Refuse ids that have no row in the embedding: on the device they would read another row, or NaN, unnoticed.
-
-    Raises:
-        ValueError: naming the offending id and the size of the vocabulary.
-    """
-    bad = (tokens < 0) | (tokens >= vocab_size)
-    if bad.any():
-        raise ValueError(
-            f"Token id {int(np.asarray(tokens)[bad][0])} in {where} is outside the vocabulary of {vocab_size} "
-            f"({int(bad.sum())} such ids): the tokenizer does not belong to this target."
-        )
-
-
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     pending: Sequence[tuple[Conversation, RenderedConversation]],
     options: IngestOptions,
     summary: IngestSummary,
-) -> list[tuple[Conversation, np.ndarray, np.ndarray]]:
+) -> list[TokenizedRow]:
     kept = []
     encoded = encode_conversations(tokenizer, [x for _, x in pending])
     for (conversation, _), (tokens, mask) in zip(pending, encoded, strict=True):
@@ -322,7 +259,15 @@ def _tokenize(
             summary.clipped += clipped
             summary.tokens += len(tokens)
             summary.loss_tokens += supervised
-            kept.append((conversation, tokens, mask))
+            kept.append(
+                TokenizedRow(
+                    id=conversation.id,
+                    domain=conversation.domain,
+                    source_index=conversation.source_index,
+                    tokens=np.asarray(tokens, np.int32),
+                    loss_mask=np.asarray(mask, np.uint8),
+                )
+            )
     return kept
 
 

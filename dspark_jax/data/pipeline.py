@@ -15,13 +15,14 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
-from dspark_jax.data.conversations import TokenizedCorpus, check_token_ids
+from dspark_jax.data.corpus import TokenizedCorpus, check_token_ids
 from dspark_jax.data.packing import fill_rows, hash_order, one_document_per_row, pack_documents
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.files import fingerprint
 
 _ROW_ORDER = 2  # distinguishes the order of rows in an epoch from the packing order of the same seed
 ENDLESS = 1 << 40
+ALL_ROWS = slice(None)
 
 
 @struct.dataclass
@@ -47,13 +48,8 @@ class Batch:
     taps: Float[np.ndarray, "B L FD"] | None = None
     last_hidden: Float[np.ndarray, "B L D"] | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are not padding."""
-        return int((np.asarray(self.segments) > 0).sum())
-
     def rows(self, part: slice) -> Batch:
-        """Return the batch of these rows: what one process feeds of a global batch, or one accumulation step takes."""
+        """Return the batch of these rows."""
         return jax.tree.map(lambda x: x[part], self)
 
 
@@ -127,16 +123,17 @@ class BatchSource:
         self.fingerprint = fingerprint([corpus.fingerprint, self._index.fingerprint, batch_size, seed])
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
-    def batch(self, k: int | np.integer) -> Batch:
-        """Return batch `k` (from 0).
+    def batch(self, k: int | np.integer, places: slice | Int[np.ndarray, "n"] = ALL_ROWS) -> Batch:
+        """Return batch `k` (from 0), or some of its rows.
+
+        Args:
+            k: number of the batch.
+            places: rows of the batch: those that this process feeds to its devices.
 
         Raises:
             ValueError: for a negative k, or cached states that belong to other tokens.
         """
-        if k < 0:
-            raise ValueError(f"Batch {k} does not exist: batches are numbered from 0.")
-        epoch, place = divmod(int(k), self.batches_per_epoch)
-        rows = self._epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+        rows = self._batch_rows(k)[places]
         documents = [self._index.row(row).tolist() for row in rows]
         tokens, loss_mask, segments, positions = fill_rows(
             [[self.corpus.row(x) for x in row] for row in documents], self.sequence_length
@@ -154,22 +151,41 @@ class BatchSource:
             last_hidden=last_hidden,
         )
 
-    def prefetch(self, start_k: int, *, num_threads: int = 2, buffer_size: int = 4) -> Iterator[tuple[int, Batch]]:
+    def num_tokens(self, k: int | np.integer) -> int:
+        """Tokens of batch `k`, all rows, padding left out."""
+        return sum(int(self.corpus.lengths[self._index.row(row)].sum()) for row in self._batch_rows(k))
+
+    def prefetch(
+        self,
+        start_k: int,
+        places: slice | Int[np.ndarray, "n"] = ALL_ROWS,
+        *,
+        num_threads: int = 2,
+        buffer_size: int = 4,
+    ) -> Iterator[tuple[int, Batch]]:
         """Yield (k, batch k) from `start_k` on, prepared ahead in threads.
 
         Args:
             start_k: first batch.
+            places: rows of every batch, as in `batch`.
             num_threads: threads that prepare batches.
             buffer_size: batches prepared ahead.
         """
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer_size)
         numbers = grain.MapDataset.range(start_k, start_k + ENDLESS)
-        return iter(numbers.map(lambda k: (int(k), self.batch(k))).to_iter_dataset(options))
+        return iter(numbers.map(lambda k: (int(k), self.batch(k, places))).to_iter_dataset(options))
 
     def epoch_documents(self, epoch: int) -> Int[np.ndarray, "n"]:
         """Return the documents that the batches of `epoch` hold, in order."""
         rows = self._epoch_order(epoch)[: self.batches_per_epoch * self.batch_size]
         return np.concatenate([self._index.row(x) for x in rows])
+
+    def _batch_rows(self, k: int | np.integer) -> Int[np.ndarray, "B"]:
+        """Numbers in the packing index of the rows of batch `k`."""
+        if k < 0:
+            raise ValueError(f"Batch {k} does not exist: batches are numbered from 0.")
+        epoch, place = divmod(int(k), self.batches_per_epoch)
+        return self._epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
 
     def _epoch_order(self, epoch: int) -> Int[np.ndarray, "rows"]:
         known, order = self._order

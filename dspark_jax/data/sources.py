@@ -1,13 +1,57 @@
-"""Lines of conversation files: JSON lines, or ArrayRecord files with one JSON object a record."""
+"""Conversation files: local copies of remote ones, and their lines (JSON lines, or ArrayRecord with JSON records)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+import fsspec
+
+from dspark_jax.files import CHUNK_BYTES, atomic_write, cache_dir
+from dspark_jax.progress import Progress
 
 ARRAY_RECORD = (".array_record", ".arrayrecord", ".arecord")
 _RECORDS_AT_ONCE = 1024
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a file lies elsewhere, such as `gs://bucket/name`."""
+    return "://" in str(path)
+
+
+def local_file(path: str | Path) -> Path:
+    """Return a local file as it is, and of a remote one a copy in `cache_dir()`, made on first use.
+
+    The copy's name carries what the store says of the file (size, version, time): a changed file is copied anew.
+
+    Args:
+        path: a local path, or a URL of any store that fsspec has a driver for (`gs://` needs gcsfs).
+
+    Raises:
+        ModuleNotFoundError: the driver is not installed.
+        FileNotFoundError: the store has no such file.
+    """
+    if not is_url(path):
+        return Path(path)
+    try:
+        store, name = fsspec.core.url_to_fs(str(path))
+    except ImportError as error:
+        raise ModuleNotFoundError(f"{path} cannot be read: {error}") from None
+    if not store.isfile(name):
+        raise FileNotFoundError(f"{path} does not exist, or may not be read with these credentials")
+    copy = cache_dir() / "remote" / str(store.ukey(name))[:16] / PurePosixPath(name).name
+    if not copy.exists():
+        size = int(store.size(name) or 0)
+        with (
+            store.open(name, "rb") as source,
+            atomic_write(copy) as out,
+            Progress(f"copying {path}", size // CHUNK_BYTES + 1, f"parts of {CHUNK_BYTES >> 20} MB") as progress,
+        ):
+            while part := source.read(CHUNK_BYTES):
+                out.write(part)
+                progress.update(1)
+    return copy
 
 
 def file_lines(path: str | Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from dspark_jax.draft.heads import sample_block
 from dspark_jax.nn import run
 from dspark_jax.nn.attention import KVCache, RaggedPlan, cache_attend, make_plan
 from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
+from dspark_jax.sharding import constrain
 from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetFeatures, TargetTables
 
 
@@ -49,10 +50,13 @@ class DSparkFunctions:
     Attributes:
         config: drafter.
         dtype: type of products and caches.
+        gather_logits: drafting on a mesh gathers the base logits once, before the sequential head's scan, whose tables
+            are whole on every device (`sharding.REPLICATED_MARKOV`); otherwise tables and logits stay split.
     """
 
     config: DrafterConfig
     dtype: Any = jnp.float32
+    gather_logits: bool = False
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
@@ -140,10 +144,11 @@ class DSparkFunctions:
             method="blocks",
         )
         hidden = hidden.reshape(slots, block_size, -1)
+        base_logits = tables.logits(hidden, self.dtype)
         tokens, previous, probs = sample_block(
             self.config,
             params,
-            tables.logits(hidden, self.dtype),
+            constrain(base_logits, "whole") if self.gather_logits else base_logits,
             hidden,
             anchors,
             chooser(sampling, keys, lengths),

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.engine.compiled import prompt_chunk
+from dspark_jax.engine.layout import check_mesh, state_shardings
 from dspark_jax.engine.requests import MAX_STOP_TOKENS
 from dspark_jax.engine.state import Limits, Memory, Slots, Weights
 from dspark_jax.engine.steps import Steps
 from dspark_jax.nn.paged import PagedAttention
-from dspark_jax.sharding import tree_shardings
+from dspark_jax.sharding import PARAMETERS, REPLICATED_MARKOV, tree_shardings
 from dspark_jax.types import TargetTables
+
+MarkovTables = Literal["split", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +33,12 @@ class AbstractRound:
 
     Attributes:
         steps: the functions.
+        mesh: of the devices.
         weights, slots, memory: as shapes with shardings: heads and widths over the mesh's tensor axis.
     """
 
     steps: Steps
+    mesh: Mesh
     weights: Weights
     slots: Slots
     memory: Memory
@@ -50,14 +56,17 @@ class AbstractRound:
 
     def lower_propose(self) -> jax.stages.Lowered:
         """Draft a block in every slot."""
-        return jax.jit(self.steps.propose, donate_argnums=2).lower(self.weights, self.slots, self.memory, self.limits)
+        with jax.set_mesh(self.mesh):
+            propose = jax.jit(self.steps.propose, donate_argnums=2)
+            return propose.lower(self.weights, self.slots, self.memory, self.limits)
 
     def lower_step(self, rows: int, chunk: int) -> jax.stages.Lowered:
         """Verify so many rows (0 for none) beside so many prompt tokens (0 for none)."""
-        draft = jax.eval_shape(self.steps.propose, self.weights, self.slots, self.memory, self.limits)[1]
         step = jax.jit(functools.partial(self.steps.step, rows=rows), donate_argnums=(1, 2))
         prompt = prompt_chunk([], 0, 0, chunk) if chunk else None
-        return step.lower(self.weights, self.slots, self.memory, draft if rows else None, prompt)
+        with jax.set_mesh(self.mesh):
+            draft = jax.eval_shape(self.steps.propose, self.weights, self.slots, self.memory, self.limits)[1]
+            return step.lower(self.weights, self.slots, self.memory, draft if rows else None, prompt)
 
 
 def abstract_round(
@@ -69,6 +78,7 @@ def abstract_round(
     slots: int,
     max_length: int,
     dtype: Any = jnp.bfloat16,
+    markov_tables: MarkovTables = "split",
 ) -> AbstractRound:
     """Describe rounds that verify whole blocks with paged attention.
 
@@ -80,7 +90,17 @@ def abstract_round(
         slots: requests at a time.
         max_length: tokens that a slot holds.
         dtype: of weights, products and caches.
+        markov_tables: whether the sequential head's tables are split by vocabulary or whole on every device.
+
+    Raises:
+        ValueError: a mesh with other axes than `tensor`, or tables of a drafter that has none.
     """
+    check_mesh(mesh)
+    rules: Sequence[tuple[str, P]] = PARAMETERS
+    if markov_tables == "replicated":
+        if not isinstance(drafter, DSparkFunctions) or not drafter.config.markov_rank:
+            raise ValueError(f"markov_tables is 'replicated', but {drafter.config.name} has no sequential head")
+        rules, drafter = REPLICATED_MARKOV, dataclasses.replace(drafter, gather_logits=True)
     block = drafter.config.block_size
     steps = Steps(
         target=target,
@@ -98,20 +118,17 @@ def abstract_round(
     def place(tree: Any, shardings: Any) -> Any:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
-    def everywhere(tree: Any, spec: P) -> Any:
-        return place(tree, jax.tree.map(lambda _: NamedSharding(mesh, spec), tree))
-
     table: Any = jax.ShapeDtypeStruct((target.vocab_size, target.hidden_size), dtype)
     target_params, draft_params = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tree) for tree in params
     )
     weights = Weights(target_params, TargetTables(embed=table, head=table), draft_params)
-    empty, memory = jax.eval_shape(lambda: steps.init(target.vocab_size, MAX_STOP_TOKENS))
-    # The drafter's dense caches: heads split where they can be, as its projections give them.
-    split = P(None, "tensor") if target.num_kv_heads % mesh.shape["tensor"] == 0 else P()
+    empty = jax.eval_shape(lambda: steps.init(target.vocab_size, MAX_STOP_TOKENS))
+    empty, memory = place(empty, state_shardings(mesh, empty))
     return AbstractRound(
         steps=steps,
-        weights=place(weights, tree_shardings(mesh, weights)),
-        slots=everywhere(empty, P()),
-        memory=Memory(everywhere(memory.caches, P(None, None, "tensor")), everywhere(memory.draft, split)),
+        mesh=mesh,
+        weights=place(weights, tree_shardings(mesh, weights, rules)),
+        slots=empty,
+        memory=memory,
     )

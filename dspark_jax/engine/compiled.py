@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import MAX_STOP_TOKENS, Request
@@ -30,10 +31,11 @@ class CompiledSteps:
         weights: their parameters.
         threshold: of policy `threshold`.
         seconds: of policy `greedy`, by rows.
+        mesh: where the weights lie; None for one device.
     """
 
-    def __init__(self, steps: Steps, weights: Weights, threshold: float, seconds: np.ndarray):
-        self.steps, self.weights = steps, weights
+    def __init__(self, steps: Steps, weights: Weights, threshold: float, seconds: np.ndarray, mesh: Mesh | None = None):
+        self.steps, self.weights, self.mesh = steps, weights, mesh
         # Only drafting knows the policy: engines that differ in nothing else share their other programs.
         self._undecided = dataclasses.replace(steps, policy="none", block_size=0)
         self.threshold, self.seconds = np.float32(threshold), jnp.asarray(seconds)
@@ -43,7 +45,7 @@ class CompiledSteps:
         """Empty slots."""
         vocab = self.weights.tables.embed.shape[0]
         key = (self._undecided, "init", vocab)
-        return PROGRAMS.get(key, lambda: self.steps.init(vocab, MAX_STOP_TOKENS), ())()
+        return PROGRAMS.get(key, lambda: self.steps.init(vocab, MAX_STOP_TOKENS), (), mesh=self.mesh)()
 
     def admit(self, slots: Slots, request: Request, slot: int) -> Slots:
         """Put a request into a slot."""
@@ -140,7 +142,7 @@ class CompiledSteps:
         key = (name, mode)
         if key not in self._compiled:
             steps = self.steps if name == "propose" else self._undecided
-            self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args)
+            self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args, mesh=self.mesh)
         return self._compiled[key]
 
 

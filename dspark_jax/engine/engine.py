@@ -15,19 +15,22 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.layout import check_mesh
 from dspark_jax.engine.policies import policy_curves, policy_shape
-from dspark_jax.engine.probing import Probing
 from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
+from dspark_jax.engine.scheduling import Scheduling
 from dspark_jax.engine.state import Chunk, Draft, Report, Weights
 from dspark_jax.engine.steps import Steps
 from dspark_jax.nn.attention import AttentionBackend
 from dspark_jax.nn.paged import attention_backend
-from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Threshold, choose_capacity
+from dspark_jax.sharding import place
+from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Threshold
 from dspark_jax.target.loading import Target
 
 _LENGTH_STEP = 128
@@ -62,9 +65,11 @@ class Engine:
         max_queue: requests that may wait for a slot; None for no limit.
         lag: steps the host plans ahead of the reports it has read; 0 waits for every step.
         attention: how the target attends over its caches; None takes what the devices are best at.
+        mesh: devices whose `tensor` axis splits both models (`sharding.create_mesh(data=1, tensor=4)`); a target loaded
+            onto the same mesh stays where it is. None for one device.
 
     Raises:
-        ValueError: a policy that the drafter cannot follow, or sizes out of range.
+        ValueError: a policy that the drafter cannot follow, sizes out of range, or a mesh with another axis.
     """
 
     def __init__(
@@ -81,7 +86,10 @@ class Engine:
         max_queue: int | None = None,
         lag: int = 2,
         attention: AttentionBackend | None = None,
+        mesh: Mesh | None = None,
     ):
+        if mesh is not None:
+            check_mesh(mesh)
         if slots < 1 or max_length < 2 or lag < 0:
             raise ValueError(f"expected slots >= 1, max_length >= 2 and lag >= 0, found {slots}, {max_length}, {lag}")
         block = 0 if drafter is None else drafter.config.block_size
@@ -100,7 +108,7 @@ class Engine:
             policy=kind,
             limit=limit,
             block_size=drafted,
-            attention=attention or attention_backend(),
+            attention=attention or attention_backend(mesh=mesh),
         )
         largest = slots * (limit + 1)
         self.row_ladder = tuple(row_ladder or buckets.rungs(largest, first=1, ratio=1.25))
@@ -115,15 +123,17 @@ class Engine:
         if kind == "greedy" and self.curve is not None:
             seconds = self.curve.seconds_by_rows(largest)
         draft_params = None if self.steps.drafter is None or drafter is None else drafter.params
+        weights = Weights(target.params, target.tables, draft_params)
         self.programs = CompiledSteps(
             self.steps,
-            Weights(target.params, target.tables, draft_params),
+            weights if mesh is None else place(mesh, weights),
             self.policy.c if isinstance(self.policy, Threshold) else 0.0,
             seconds,
+            mesh,
         )
-        self.probing = Probing()
-        # Mean survival of the requests that last had reports; the very first is drafted for in full.
-        self.usual = np.ones(self.steps.block_size)
+        self.scheduling = None
+        if kind == "scheduled" and self.curve is not None:
+            self.scheduling = Scheduling(self.curve, self.plain, drafted, limit)
         self.statistics = Statistics()
         self.queue: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * slots
@@ -300,19 +310,11 @@ class Engine:
         steps = self.steps
         if steps.drafter is None:
             return None, buckets.pick(ladder, len(running), "rows")
-        full = len(running) * (steps.limit + 1)
-        capacity = full
-        if steps.policy == "scheduled" and self.curve is not None:
-            known = [r.survival for r in running if r.survival is not None]
-            if known:
-                self.usual = np.mean(known, axis=0)
-            # A request without a report of its own yet is taken for the mean of the others or of those before it.
-            old = np.stack([self.usual if r.survival is None else r.survival for r in running])
-            old = old[:, : steps.limit]
-            capacity = choose_capacity(old, len(running), self.curve, plain=self.plain)
-            if self.probing.skips(pays=capacity > 0):
+        capacity = full = len(running) * (steps.limit + 1)
+        if self.scheduling is not None:
+            capacity = self.scheduling.capacity([r.id for r in running])
+            if not capacity:
                 return None, buckets.pick(ladder, len(running), "rows")
-            capacity = capacity or choose_capacity(old, len(running), self.curve)
         rows = buckets.pick(ladder, min(capacity, full), "rows")
         self.memory, draft = self.programs.propose(self.slots, self.memory, mode, rows)
         if steps.policy in ("threshold", "greedy") or not steps.drafter.fills_blocks:
@@ -341,6 +343,8 @@ class Engine:
                 tokens = owner.take(report, slot, first=slot == flight.first)
                 if not tokens:
                     continue
+                if self.scheduling is not None and report.survival is not None and slot != flight.first:
+                    self.scheduling.report(owner.id, report.survival[slot])
                 events.append(Committed(owner.id, tuple(tokens), owner.finish_reason))
                 self.statistics.tokens += len(tokens)
                 if owner.finish_reason is not None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
+from dspark_jax.engine.layout import state_shardings
 
 
 class Programs:
@@ -22,19 +26,37 @@ class Programs:
         self.seconds = 0.0
         self.count = 0
 
-    def get(self, key: Hashable, function: Callable[..., Any], donate: tuple[int, ...], *args: Any) -> Any:
-        """Return the program for `key`, compiling `function` for the shapes of `args` where it is new."""
-        full_key = (key, jax.tree.structure(args), tuple((x.shape, x.dtype) for x in jax.tree.leaves(args)))
+    def get(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        donate: tuple[int, ...],
+        *args: Any,
+        mesh: Mesh | None = None,
+    ) -> Any:
+        """Return the program for `key`, compiling `function` for the shapes of `args` where it is new.
+
+        On a mesh, results have the layouts of `state_shardings`, so that every program takes what any other gave.
+        """
+        full_key = (key, mesh, jax.tree.structure(args), tuple((x.shape, x.dtype) for x in jax.tree.leaves(args)))
         if full_key not in self._compiled:
             started = time.perf_counter()
-            self._compiled[full_key] = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            layouts = None if mesh is None else state_shardings(mesh, jax.eval_shape(function, *args))
+            program = jax.jit(function, donate_argnums=donate, out_shardings=layouts)
+            self._compiled[full_key] = program.lower(*args).compile()
             self.seconds += time.perf_counter() - started
             self.count += 1
         return self._compiled[full_key]
 
     def clear(self) -> None:
-        """Forget all programs; those that engines hold go on to work."""
+        """Forget all programs; those that engines hold go on to work.
+
+        A process may have 65,530 memory maps, and compiled programs take hundreds each: whoever builds engine after
+        engine has to forget in between.
+        """
         self._compiled.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 PROGRAMS = Programs()

@@ -42,7 +42,6 @@ class Request:
         seed: of its random draws.
         stop_ids: padded to `MAX_STOP_TOKENS`.
         cursor: prompt tokens handed to the device so far.
-        survival: survival of its latest reported block, `[G]`; None before the first.
         tokens, rounds, first_gap: what came back.
         finish_reason: None while it runs or waits.
         submitted, started, first, ended: `time.perf_counter()` of those moments; None before them.
@@ -56,7 +55,6 @@ class Request:
     seed: int
     stop_ids: np.ndarray
     cursor: int = 0
-    survival: np.ndarray | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     rounds: list[Round] = dataclasses.field(default_factory=list)
     first_gap: float = float("inf")
@@ -98,8 +96,6 @@ class Request:
             self.first_gap, self.first = float(report.top2_gap[slot]), time.perf_counter()
         else:
             self.rounds.append(_round(report, slot))
-            if report.survival is not None:
-                self.survival = np.asarray(report.survival[slot])
         reason = FinishReason(int(report.reason[slot]))
         if reason != FinishReason.UNFINISHED:
             self.finish(FINISH_NAMES[reason])

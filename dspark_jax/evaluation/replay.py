@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.generate import generate
-from dspark_jax.engine.probing import Probing
 from dspark_jax.engine.requests import Prompt
+from dspark_jax.engine.scheduling import Scheduling
 from dspark_jax.files import atomic_write
 from dspark_jax.spec.schedule import (
     CostCurve,
@@ -31,7 +31,6 @@ from dspark_jax.spec.schedule import (
     Policy,
     Scheduled,
     Threshold,
-    choose_capacity,
     fill_capacity,
     greedy_lengths,
 )
@@ -236,8 +235,8 @@ class _Decision:
 
     def __init__(self, policy: Policy, curve: CostCurve, plain: CostCurve, concurrency: int, block: int):
         self.policy, self.curve, self.plain, self.concurrency, self.block = policy, curve, plain, concurrency, block
-        self.old: deque[np.ndarray] = deque(maxlen=LAG)
-        self.probing = Probing()
+        self.unseen: deque[np.ndarray] = deque()
+        self.scheduling = Scheduling(curve, plain, block, block)
         self.active = np.ones(concurrency, bool)
         self.valid = np.full(concurrency, block, np.int32)
         limit = concurrency * (block + 1)
@@ -256,12 +255,12 @@ class _Decision:
             lengths = np.asarray(self.greedy(survival, self.active, self.seconds))
         else:
             assert isinstance(self.policy, Scheduled)
-            # Nothing has been seen before the first rounds: everything is taken to survive.
-            old = self.old[0] if len(self.old) == LAG else np.ones_like(survival)
-            capacity = choose_capacity(old, self.concurrency, self.curve, plain=self.plain)
-            if self.probing.skips(pays=capacity > 0):
+            if len(self.unseen) == LAG:
+                for slot, seen in enumerate(self.unseen.popleft()):
+                    self.scheduling.report(slot, seen)
+            capacity = self.scheduling.capacity(range(self.concurrency))
+            if not capacity:
                 return nothing, self.plain.seconds(self.concurrency)
-            capacity = capacity or choose_capacity(old, self.concurrency, self.curve)
             lengths = np.asarray(self.fill(survival, self.valid, self.active, capacity))
-            self.old.append(survival)
+            self.unseen.append(survival)
         return lengths, self.curve.seconds(self.concurrency + int(lengths.sum()))

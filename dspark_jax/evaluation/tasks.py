@@ -7,6 +7,7 @@ ending, unless the source names another: `code=humaneval.jsonl` and `code=mbpp.j
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,15 @@ def load_tasks(sources: Sequence[str | Path] = (), *, max_samples: int | None = 
     for domain, path in named:
         domains.setdefault(domain, []).extend(_read(path, domain))
     return [prompt for prompts in domains.values() for prompt in prompts[:max_samples]]
+
+
+def domains_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, a round of one of each domain after another: any few in a row are a fair sample."""
+    domains: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        domains.setdefault(prompt.domain, []).append(prompt)
+    rounds = itertools.zip_longest(*domains.values())
+    return [prompt for one_of_each in rounds for prompt in one_of_each if prompt is not None]
 
 
 def _files(source: str) -> list[tuple[str, Path]]:

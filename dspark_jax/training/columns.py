@@ -10,6 +10,7 @@ verification, validation and the checkpoint know nothing of this; without it (th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,13 @@ class Columns:
     place: Int[Array, "V"]
 
 
-def frequent_tokens(tokens: np.ndarray, count: int) -> tuple[int, ...]:
-    """The `count` most frequent ids, ties to the lower id; fewer where the corpus holds fewer."""
-    numbers = np.bincount(np.asarray(tokens, np.int64))
+def frequent_tokens(blocks: Iterable[np.ndarray], count: int) -> tuple[int, ...]:
+    """The `count` most frequent ids of all blocks, ties to the lower id; fewer where the corpus holds fewer."""
+    numbers = np.zeros(0, np.int64)
+    for tokens in blocks:
+        more = np.bincount(tokens, minlength=len(numbers))
+        more[: len(numbers)] += numbers
+        numbers = more
     order = np.argsort(-numbers, kind="stable")[:count]
     return tuple(int(i) for i in order if numbers[i])
 

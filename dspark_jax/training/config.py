@@ -90,7 +90,7 @@ class TrainConfig:
 
     Attributes:
         drafter: what is trained.
-        data: conversation files (JSONL or ArrayRecord).
+        data: conversation files (JSONL or ArrayRecord): paths, or URLs such as `gs://bucket/name`.
         output: folder of checkpoints, exported drafters and logs.
         target: `smollm2-135m`, a path or a hub name.
         initial_drafter: start from this drafter's weights (shipped name, folder or hub name) with a fresh optimizer and
@@ -128,7 +128,7 @@ class TrainConfig:
     """
 
     drafter: DrafterShape
-    data: tuple[Path, ...]
+    data: tuple[str, ...]
     output: Path
     target: str = "smollm2-135m"
     initial_drafter: str | None = None

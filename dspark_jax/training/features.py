@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.data.conversations import TokenizedCorpus
+from dspark_jax.data.corpus import TokenizedCorpus
 from dspark_jax.data.packing import hash_order
 from dspark_jax.data.target_cache import BFLOAT16, TargetCacheWriter
 from dspark_jax.progress import Progress

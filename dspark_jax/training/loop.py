@@ -17,14 +17,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from dspark_jax.data.conversations import TokenizedCorpus
+from dspark_jax.data.corpus import TokenizedCorpus
 from dspark_jax.data.pipeline import Batch
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.progress import Progress
-from dspark_jax.sharding import activation_sharding, create_mesh, gather, place, row_shards, tree_shardings
+from dspark_jax.sharding import create_mesh, gather, place, row_shards, tree_shardings
 from dspark_jax.target.loading import Target
 from dspark_jax.training.checkpoint import Checkpoints
 from dspark_jax.training.config import TrainConfig, to_json
+from dspark_jax.training.feed import Feed
 from dspark_jax.training.flops import model_flops
 from dspark_jax.training.logs import MetricLog, Speed, Window
 from dspark_jax.training.processes import Agreement
@@ -163,6 +164,7 @@ class Run:
         if rows % shards:
             raise ValueError(f"{rows} rows an accumulation step do not divide over {shards} shards of the mesh")
         self.source, self.validation = build_sources(config, target, corpus, shards)
+        self.feed = Feed(self.source, self.mesh, config.accumulation)
         self.total_steps = config.steps or (config.epochs or 0) * self.source.batches_per_epoch
         self.step = create_step(config, target, self.total_steps, sampled_vocabulary(config, corpus))
         self.checkpoints = Checkpoints(config.output, self.step.functions, config.keep_checkpoints, to_json(config))
@@ -179,13 +181,13 @@ class Run:
         self.frozen = (tables, place(mesh, self.target.params) if config.features_cache is None else None)
         state, start = self.initial_state()
         log = MetricLog(config.output, tensorboard=config.tensorboard, resume_step=start)
-        batches = self.source.prefetch(start)
+        batches = self.feed.batches(start)
         evaluate = jax.jit(self.step.evaluate, out_shardings=NamedSharding(mesh, P()))
         reason: Reason = "finished"
         if start < self.total_steps:
             began = time.monotonic()
             train_step = self.step.jit_train(mesh, state)
-            compiled = train_step.lower(state, self.put(self.source.batch(start)), *self.frozen).compile()
+            compiled = train_step.lower(state, self.feed.batch(start), *self.frozen).compile()
             self.console.print(f"compiled the step in {time.monotonic() - began:.0f} s")
         self.stopwatch.start()
         self.last_reading = self.reading(start)
@@ -253,29 +255,17 @@ class Run:
     def next_batch(self, batches: Iterator[tuple[int, Batch]]) -> Batch:
         """The next batch on the devices; the time that takes is the run's input wait."""
         began = time.monotonic()
-        _, batch = next(batches)
-        placed = self.put(batch)
+        k, batch = next(batches)
         self.counters.input_wait += time.monotonic() - began
         self.counters.sequences += self.config.batch_size
-        self.counters.tokens += batch.num_tokens
-        return placed
+        self.counters.tokens += self.source.num_tokens(k)
+        return batch
 
     def agree(self, terminated: bool, last: bool) -> Reason:
         """Why to stop now, or "finished" to go on: what any process wants, all do."""
         limit = self.config.max_minutes
         late = limit is not None and self.stopwatch.seconds >= 60 * limit and not last
         return REASONS[self.agreement(REASONS.index("signal" if terminated else "time" if late else "finished"))]
-
-    def put(self, batch: Batch) -> Batch:
-        """Give every device its rows of every accumulation step."""
-        sharding = activation_sharding(self.mesh, "accumulated_rows")
-        parts = self.config.accumulation
-
-        def place(x: np.ndarray) -> jax.Array:
-            x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-        return jax.tree.map(place, batch)
 
     def read_metrics(self, keep: int) -> None:
         """Read finished steps' metrics, leaving the newest `keep` on the device.

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.data.conversations import TokenizedCorpus, split_validation
+from dspark_jax.data.corpus import TokenizedCorpus, split_validation
 from dspark_jax.data.pipeline import BatchSource
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.draft.dspark import DSparkFunctions
@@ -41,7 +41,7 @@ def build_sources(
         ValueError: the feature cache belongs to other taps or another target, or the corpus holds the mask token.
     """
     mask = config.drafter.mask_token_id
-    count = 0 if mask is None else int(np.sum(corpus.tokens == mask))
+    count = 0 if mask is None else sum(int(np.sum(tokens == mask)) for tokens, _ in corpus.blocks())
     if count:
         raise ValueError(
             f"drafter.mask_token_id {mask} occurs {count} times in the corpus: choose a special token that no text has"
@@ -154,7 +154,8 @@ def sampled_vocabulary(config: TrainConfig, corpus: TokenizedCorpus) -> SampledV
     """
     if config.vocab_columns is None:
         return None
-    frequent = frequent_tokens(corpus.tokens[corpus.loss_mask == 1], frequent_columns(config))
+    supervised = (tokens[loss_mask == 1] for tokens, loss_mask in corpus.blocks())
+    frequent = frequent_tokens(supervised, frequent_columns(config))
     return SampledVocabulary(config.vocab_columns, frequent, config.seed)
 
 

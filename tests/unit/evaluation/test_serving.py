@@ -41,7 +41,9 @@ def measured():
         ServingSystem("fixed 2", drafter, Fixed(2)),
         ServingSystem("scheduled", drafter, None),
     ]
-    settings = LoadSettings(concurrency=(2,), requests=2, max_new_tokens=6, max_length=40, repeats=2, profile_context=8)
+    settings = LoadSettings(
+        concurrency=(2,), requests=2, least=5, max_new_tokens=6, max_length=40, repeats=2, profile_context=8
+    )
     said = []
     loads = list(measure_load(TARGET, systems, PROMPTS, settings, 2, on_progress=said.append))
     assert [len(load.points) for load in loads] == [3, 6]
@@ -53,7 +55,7 @@ def test_every_system_serves_the_same_load(measured, tmp_path):
     points, profiles = load.points, load.profiles
     assert [(p.repeat, p.system) for p in points] == [(r, s) for r in (0, 1) for s in ("plain", "fixed 2", "scheduled")]
     for point in points:
-        assert len(point.request_rates) >= 4 and point.tokens >= 4 * 6 and point.compilations == 0
+        assert len(point.request_rates) >= 5 and point.tokens >= 5 * 6 and point.compilations == 0
         assert 0 <= point.padding < 1 and 0 < point.planning < 1
     assert all(p.drafts == 0 for p in points if p.system == "plain")
     assert all(p.budget <= 6 for p in points if p.system == "fixed 2")

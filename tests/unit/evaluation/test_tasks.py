@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dspark_jax.evaluation.tasks import load_tasks
+from dspark_jax.evaluation.tasks import domains_in_turn, load_tasks
 
 
 def write(path, *turns):
@@ -20,6 +20,15 @@ def test_built_in_prompts_cover_three_domains():
     assert min(counts.values()) >= 6 and sum(counts.values()) == len(prompts)
     assert all("\\boxed{}" in p.text for p in prompts if p.domain == "math")
     assert len({p.id for p in prompts}) == len({p.text for p in prompts}) == len(prompts)
+
+
+def test_domains_take_turns():
+    prompts = load_tasks()
+    mixed = domains_in_turn(prompts)
+    assert sorted(p.id for p in mixed) == sorted(p.id for p in prompts)
+    assert [p.domain for p in mixed[:6]] == ["math", "code", "chat"] * 2
+    uneven = [p for p in prompts if p.domain != "code"][:8]
+    assert [p.domain for p in domains_in_turn(uneven)] == ["math", "chat"] * 2 + ["math"] * 4
 
 
 def test_first_turn_of_files_and_folders(tmp_path):

@@ -31,15 +31,15 @@ def run(output, **changes):
 
 def stop_after(monkeypatch, step):
     """Send SIGTERM while step `step` is under way."""
-    original, calls = loop.Run.put, []
+    original, calls = loop.Run.next_batch, []
 
-    def put(self, batch):
-        calls.append(batch)  # the first call is for the compiler
-        if len(calls) == step + 1:
+    def next_batch(self, batches):
+        calls.append(batches)
+        if len(calls) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch)
+        return original(self, batches)
 
-    monkeypatch.setattr(loop.Run, "put", put)
+    monkeypatch.setattr(loop.Run, "next_batch", next_batch)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,74 @@
+"""What the scheduler expects of blocks it has not seen, and what it does about it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from dspark_jax.engine.probing import FIRST_WAIT
+from dspark_jax.engine.scheduling import FORGETTING, REQUEST_RATE, Scheduling
+from dspark_jax.spec.schedule import CostCurve
+
+LIKELY, UNLIKELY = np.array([0.9, 0.8]), np.array([0.2, 0.0])
+CHEAP, PLAIN = CostCurve((1, 2, 3), (1.0, 1.1, 1.2)), CostCurve((1,), (0.8,))
+
+
+def scheduling(curve=CHEAP, plain=PLAIN):
+    return Scheduling(curve, plain, block=2, limit=2)
+
+
+def test_nothing_is_known_at_first_and_blocks_are_drafted_in_full():
+    assert scheduling().capacity(["a"]) == 3
+
+
+def test_a_request_begins_at_the_mean_of_all_and_moves_with_its_reports():
+    made = scheduling()
+    made.report("a", LIKELY)
+    np.testing.assert_allclose(made.usual, LIKELY)
+    made.report("b", UNLIKELY)
+    mean = (LIKELY + UNLIKELY) / 2
+    np.testing.assert_allclose(made.usual, mean)
+    b = mean + REQUEST_RATE * (UNLIKELY - mean)
+    a, b, c = made.forecast(["a", "b", "c"])
+    np.testing.assert_allclose(c, mean)
+    np.testing.assert_allclose(a, LIKELY + FORGETTING * (mean - LIKELY))
+    assert UNLIKELY[0] < b[0] < mean[0]
+
+
+def test_without_reports_a_forecast_goes_back_to_the_mean():
+    made = scheduling()
+    for _ in range(50):
+        made.report("a", LIKELY)
+    made.report("a", UNLIKELY)
+    distances = [abs(made.forecast(["a"])[0] - made.usual).max() for _ in range(60)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(distances))
+    assert distances[-1] < 0.2 * distances[0]
+
+
+def test_one_poor_block_does_not_end_drafting_and_many_do():
+    made = scheduling()
+    for _ in range(10):
+        made.report("a", LIKELY)
+    made.report("a", UNLIKELY)
+    assert made.capacity(["a"]) == 3
+    for _ in range(20):
+        made.report("a", UNLIKELY)
+    assert [made.capacity(["a"]) for _ in range(FIRST_WAIT)] == [0] * FIRST_WAIT
+    # The probe asks for what would be best if it had to draft.
+    assert made.capacity(["a"]) in CHEAP.buckets
+
+
+def test_ended_requests_are_forgotten_but_for_the_mean():
+    made = scheduling()
+    made.report("a", UNLIKELY)
+    made.report("b", LIKELY)
+    before = made.forecast(["b", "c"])[1]
+    np.testing.assert_allclose(made.forecast(["a"])[0], before)
+
+
+def test_br32_nan_counts_as_lost():
+    made = scheduling()
+    made.report("a", np.array([0.9, np.nan]))
+    np.testing.assert_array_equal(made.usual, [0.9, 0.0])
+    np.testing.assert_array_equal(made.forecast(["a"])[0], [0.9, 0.0])
