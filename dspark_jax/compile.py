@@ -169,10 +169,11 @@ def compiled_report(lower: Callable[[], jax.stages.Lowered], capacity: int, text
             raise
         report = {"fits": False, "reason": reason}
     else:
-        report = measured(compiled, capacity)
-        if text:
+        program = program_text(compiled)
+        report = measured(compiled, program, capacity)
+        if text and program is not None:
             with atomic_write(text, "w") as file:
-                file.write(compiled.as_text())
+                file.write(program)
     return report | {"compile_seconds": time.monotonic() - began}
 
 
@@ -209,11 +210,25 @@ def program_facts(config: TrainConfig, step: AbstractStep, target: DecoderConfig
     }
 
 
-def measured(compiled: Any, capacity: int) -> dict[str, Any]:
-    """What the compiler says about its program."""
+def program_text(compiled: Any) -> str | None:
+    """Text of a compiled program; None where its runtime cannot read its own compiler's output back."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def measured(compiled: Any, text: str | None, capacity: int) -> dict[str, Any]:
+    """What the compiler says about its program; exchanges only where there is a text to find them in."""
     memory, cost = program_memory(compiled), compiled.cost_analysis() or {}
-    found = collectives(compiled.as_text())
-    largest = sorted(found, key=lambda one: one.times * one.size, reverse=True)[:LISTED]
+    exchanges = {}
+    if text is not None:
+        found = collectives(text)
+        largest = sorted(found, key=lambda one: one.times * one.size, reverse=True)[:LISTED]
+        exchanges = {
+            "largest_collectives": [dataclasses.asdict(one) | {"bytes": one.size} for one in largest],
+            "collective_totals": {kind: {"times": n, "bytes": size} for kind, (n, size) in total_bytes(found).items()},
+        }
     fits = memory.peak <= capacity
     return {
         "fits": fits,
@@ -223,8 +238,7 @@ def measured(compiled: Any, capacity: int) -> dict[str, Any]:
         "compiler": {
             key: cost[key] for key in ("flops", "bytes accessed", "optimal_seconds") if cost.get(key, -1) >= 0
         },
-        "largest_collectives": [dataclasses.asdict(one) | {"bytes": one.size} for one in largest],
-        "collective_totals": {kind: {"times": n, "bytes": size} for kind, (n, size) in total_bytes(found).items()},
+        **exchanges,
     }
 
 
@@ -275,6 +289,8 @@ def notes(reports: dict[str, dict[str, Any]]) -> list[str]:
         "Times of collectives include the turns of loops; sizes are those of results on one device.",
         f"Compiled in {sum(report['compile_seconds'] for report in reports.values()):.0f} s.",
     ]
+    if any("memory" in report and "collective_totals" not in report for report in reports.values()):
+        lines.append("Exchanges are unknown: the runtime cannot read back the text of its compiler's program.")
     failed = [f"{name}: {report['reason']}" for name, report in reports.items() if not report["fits"]]
     return [*lines, f"It does not fit: {'; '.join(failed)}" if failed else "It fits."]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from dspark_jax.compile import EXIT_DOES_NOT_FIT, main
@@ -59,6 +60,21 @@ def test_a_small_step_fits(arguments, tmp_path, capsys):
     assert report["collective_totals"].keys() >= {"all-gather"}
     assert "It fits." in printed and "all-gather" in printed
     assert text.read_text().startswith("HloModule")
+
+
+def test_a_program_without_a_text_is_measured_all_the_same(arguments, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+
+    def unreadable(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: async-update instruction should have 1 operands but sees 3")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", unreadable)
+    output, text = tmp_path / "report.json", tmp_path / "program.txt"
+    assert main([*arguments, "--output", str(output), "--text", str(text)]) == 0
+    report = json.loads(output.read_text())
+    assert report["fits"] and report["memory"]["peak"] > 0
+    assert "collective_totals" not in report and not text.exists()
+    assert "Exchanges are unknown" in capsys.readouterr().out
 
 
 def test_a_step_that_does_not_fit_is_told_why(arguments, tmp_path, capsys):
