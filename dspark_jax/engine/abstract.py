@@ -105,10 +105,13 @@ def abstract_round(
     target_params, draft_params = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tree) for tree in params
     )
-    weights = Weights(target_params, TargetTables(embed=table, head=table), draft_params)
+    tables = TargetTables(embed=table, head=table, embed_scale=target.embed_scale, soft_cap=target.soft_cap)
+    weights = Weights(target_params, tables, draft_params)
     empty, memory = jax.eval_shape(lambda: steps.init(target.vocab_size, MAX_STOP_TOKENS))
     # The drafter's dense caches: heads split where they can be, as its projections give them.
-    split = P(None, "tensor") if target.num_kv_heads % mesh.shape["tensor"] == 0 else P()
+    decoder = drafter.config.decoder
+    heads = [decoder.attention(i).num_kv_heads for i in range(decoder.num_layers)]
+    split = P() if any(count % mesh.shape["tensor"] for count in heads) else P(None, "tensor")
     return AbstractRound(
         steps=steps,
         weights=place(weights, tree_shardings(mesh, weights)),
