@@ -121,6 +121,11 @@ class DecoderConfig:
             return self.full_attention
         return AttentionShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=self.rope)
 
+    @property
+    def widest_head(self) -> int:
+        """Largest head width of any layer."""
+        return max(self.attention(i).head_dim for i in range(self.num_layers))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig:

@@ -17,6 +17,7 @@ from dspark_jax.config import AttentionShape, DecoderConfig, RopeConfig
 GEMMA4_FAMILIES = ("gemma4_text", "gemma4_unified_text")
 SUPPORTED_FAMILIES = ("llama", "qwen3", *GEMMA4_FAMILIES)
 LAYER_TYPES = ("sliding_attention", "full_attention")
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 _MULTIMODAL = ("gemma4", "gemma4_unified")
 
 # Keys that would change the mathematics, with the values that mean "off". Anything else is refused by name.
@@ -110,8 +111,8 @@ def decoder_config(config: dict[str, Any], where: str = "config.json") -> Decode
         ValueError: another family, or a key that changes the mathematics and is not implemented.
     """
     if config.get("model_type") in _MULTIMODAL:
-        top = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-        config = {**top, **_stated(config, "text_config", where)}
+        whole = {key: value for key, value in config.items() if key in _OF_THE_WHOLE}
+        config = {**whole, **_stated(config, "text_config", where)}
     family = config.get("model_type")
     if family not in SUPPORTED_FAMILIES:
         raise ValueError(
@@ -177,7 +178,7 @@ def _gemma4(config: dict[str, Any], where: str) -> dict[str, Any]:
         "layer_scalar": True,
         "embed_scale": float(config["hidden_size"]) ** 0.5,
         "soft_cap": float(soft_cap) if soft_cap else None,
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "tie_word_embeddings": config.get("tie_word_embeddings") is not False,
     }
 
 

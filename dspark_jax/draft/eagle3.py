@@ -39,7 +39,7 @@ class Eagle3Layer(DecoderLayer):
         super().setup()
         self.hidden_norm = RMSNorm(self.config.rms_norm_eps, self.dtype)
 
-    def __call__(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
+    def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
         """Run the layer; returns the new state and the cache."""
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(g)], axis=-1)
         out, cache = self.self_attn(x, positions, attend, cache)
@@ -65,7 +65,7 @@ class Eagle3Module(nn.Module):
 
     def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
         """One layer step; returns the new state (which feeds the next step in place of g) and the cache."""
-        return self.layers[0](embedded.astype(self.dtype), g, positions, attend, cache)
+        return self.layers[0].step(embedded.astype(self.dtype), g, positions, attend, cache)
 
     def head(self, state: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """What the target's lm_head multiplies: the normed state."""

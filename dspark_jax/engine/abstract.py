@@ -18,7 +18,8 @@ from dspark_jax.engine.compiled import prompt_chunk
 from dspark_jax.engine.requests import MAX_STOP_TOKENS
 from dspark_jax.engine.state import Limits, Memory, Slots, Weights
 from dspark_jax.engine.steps import Steps
-from dspark_jax.nn.paged import PagedAttention
+from dspark_jax.nn.attention import DENSE
+from dspark_jax.nn.paged import LANES, PagedAttention
 from dspark_jax.sharding import tree_shardings
 from dspark_jax.types import TargetTables
 
@@ -70,7 +71,7 @@ def abstract_round(
     max_length: int,
     dtype: Any = jnp.bfloat16,
 ) -> AbstractRound:
-    """Describe rounds that verify whole blocks with paged attention.
+    """Describe rounds that verify whole blocks, with paged attention where no head is too wide for it.
 
     Args:
         target: shape of the target.
@@ -82,6 +83,7 @@ def abstract_round(
         dtype: of weights, products and caches.
     """
     block = drafter.config.block_size
+    paged = target.widest_head <= LANES
     steps = Steps(
         target=target,
         drafter=drafter,
@@ -92,7 +94,7 @@ def abstract_round(
         policy="fixed",
         limit=block,
         block_size=block,
-        attention=PagedAttention(mesh),
+        attention=PagedAttention(mesh) if paged else DENSE,
     )
 
     def place(tree: Any, shardings: Any) -> Any:
@@ -108,13 +110,20 @@ def abstract_round(
     tables = TargetTables(embed=table, head=table, embed_scale=target.embed_scale, soft_cap=target.soft_cap)
     weights = Weights(target_params, tables, draft_params)
     empty, memory = jax.eval_shape(lambda: steps.init(target.vocab_size, MAX_STOP_TOKENS))
-    # The drafter's dense caches: heads split where they can be, as its projections give them.
-    decoder = drafter.config.decoder
-    heads = [decoder.attention(i).num_kv_heads for i in range(decoder.num_layers)]
-    split = P() if any(count % mesh.shape["tensor"] for count in heads) else P(None, "tensor")
+
+    def dense(tree: Any, decoder: DecoderConfig, layer: int) -> Any:
+        """Dense caches: heads split where they can be, as the projections give them."""
+        heads = decoder.attention(layer).num_kv_heads
+        return everywhere(tree, P() if heads % mesh.shape["tensor"] else P(None, "tensor"))
+
+    if paged:
+        caches = everywhere(memory.caches, P(None, None, "tensor"))
+    else:
+        caches = tuple(dense(cache, target, i) for i, cache in enumerate(memory.caches))
     return AbstractRound(
         steps=steps,
         weights=place(weights, tree_shardings(mesh, weights)),
         slots=everywhere(empty, P()),
-        memory=Memory(everywhere(memory.caches, P(None, None, "tensor")), everywhere(memory.draft, split)),
+        # All layers of a drafter that this package trains are alike.
+        memory=Memory(caches, dense(memory.draft, drafter.config.decoder, 0)),
     )

@@ -100,7 +100,7 @@ class Engine:
             policy=kind,
             limit=limit,
             block_size=drafted,
-            attention=attention or attention_backend(),
+            attention=attention or attention_backend(head_dim=target.config.widest_head),
         )
         largest = slots * (limit + 1)
         self.row_ladder = tuple(row_ladder or buckets.rungs(largest, first=1, ratio=1.25))

@@ -156,9 +156,12 @@ def test_head_layouts():
         head_layout(6, 4)
 
 
-def test_backends_by_name():
+def test_backends_by_name(monkeypatch):
     assert attention_backend("dense") == attention_backend() == DenseAttention()
     assert attention_backend("paged") == PagedAttention()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert attention_backend(head_dim=128) == PagedAttention()
+    assert attention_backend(head_dim=256) == DenseAttention(), "the kernel cannot read such heads"
     with pytest.raises(ValueError, match="unknown attention backend 'flash'"):
         attention_backend("flash")
 

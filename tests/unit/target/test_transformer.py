@@ -112,17 +112,17 @@ def test_taps_that_are_refused(layer):
     check_tap_ids(TARGET.config, (-1, 0))
 
 
-@pytest.mark.parametrize("attention", [DENSE, PagedAttention(page_size=4)], ids=["dense", "paged"])
-def test_layers_have_caches_of_their_own_shape(attention):
-    """Gemma-4: one K/V head of width 6 where a layer sees a window, of width 12 where it sees all."""
-    wide = dataclasses.replace(GEMMA4.config.full_attention, head_dim=200)
-    config = dataclasses.replace(GEMMA4.config, num_kv_heads=2, full_attention=wide)
-    caches = create_caches(config, 3, 8, attention=attention)
-    shapes = [jax.tree.leaves(cache)[0].shape for cache in caches]
-    if attention is DENSE:
-        assert shapes == [(3, 2, 8, 6), (3, 1, 8, 200)]
-    else:  # widths in the kernel's lanes, keys and values side by side
-        assert shapes == [(6, 4, 4, 128), (6, 4, 2, 256)]
+def test_layers_have_caches_of_their_own_shape():
+    """Gemma-4: two K/V heads of width 6 where a layer sees a window, one of width 12 where it sees all."""
+    config, paged = dataclasses.replace(GEMMA4.config, num_kv_heads=2), PagedAttention(page_size=4)
+    shapes = lambda attention: [jax.tree.leaves(x)[0].shape for x in create_caches(config, 3, 8, attention=attention)]
+    assert shapes(DENSE) == [(3, 2, 8, 6), (3, 1, 8, 12)]
+    assert shapes(paged) == [(6, 4, 4, 128), (6, 4, 2, 128)]  # keys and values side by side, as wide as the lanes
+    wide = dataclasses.replace(config.full_attention, head_dim=200)
+    config = dataclasses.replace(config, full_attention=wide)
+    assert config.widest_head == 200 and shapes(DENSE)[1] == (3, 1, 8, 200)
+    with pytest.raises(ValueError, match="heads of up to 128, found 200: use dense attention"):
+        shapes(paged)
 
 
 def test_embedding_scale_and_soft_cap():
