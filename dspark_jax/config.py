@@ -8,6 +8,7 @@ from typing import Literal
 
 LayerType = Literal["full_attention", "sliding_attention"]
 HeadType = Literal["vanilla", "gated", "rnn"]
+Activation = Literal["silu", "gelu_tanh"]
 _TAPPING = ("dspark", "eagle3")
 
 
@@ -17,26 +18,56 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        kind: "default"; "linear" divides all frequencies by `factor`; "llama3" divides the low ones only.
+        kind: "default"; "linear" divides all frequencies by `factor`; "llama3" divides the low ones only;
+            "proportional" turns the first `rotated` of the pairs, at the frequencies they have where all turn, divided
+            by `factor`, and leaves the others.
         factor: context extension factor.
         low_freq_factor, high_freq_factor, original_max_position: the band of llama3's interpolation.
+        rotated: fraction of the pairs that turn (proportional only).
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "proportional"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    rotated: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Keys and values of one attention sublayer.
+
+    Attributes:
+        num_kv_heads: K; the query heads are N of the same width.
+        head_dim: H.
+        rope: rotary embedding of queries and keys.
+        keys_are_values: values are the projected keys (before their norm and rotation); there is no v_proj.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    keys_are_values: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a Llama- or Qwen3-style decoder: of a target, or of a drafter's layers.
+    """Shape of a Llama-, Qwen3- or Gemma-4-style decoder: of a target, or of a drafter's layers.
 
     Attributes:
         family: Hugging Face `model_type`.
-        qk_norm: RMSNorm over the head width of queries and keys before RoPE (Qwen3).
+        num_kv_heads, head_dim, rope: of every layer but those that `full_attention` says otherwise of.
+        full_attention: shape of the "full_attention" layers where it is another (Gemma-4); ask `attention(layer)`.
+        qk_norm: RMSNorm over the head width of queries and keys before RoPE (Qwen3, Gemma-4).
+        value_norm: the same for values, without a weight (Gemma-4).
+        attention_scale: factor on query-key products; None is 1 / sqrt(head width).
+        activation: of the feed-forward sublayers' gate.
+        sandwich_norms: what a sublayer adds to the residual stream is normed too (Gemma-4).
+        layer_scalar: the residual stream is multiplied by a constant of the checkpoint after each layer (Gemma-4).
+        embed_scale: factor on looked-up embeddings (Gemma: sqrt(D)).
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         layer_types: one entry a layer; "sliding_attention" sees the last `sliding_window` positions only.
     """
 
@@ -58,10 +89,22 @@ class DecoderConfig:
     layer_types: tuple[LayerType, ...] = ()
     sliding_window: int | None = None
     initializer_range: float = 0.02
+    full_attention: AttentionShape | None = None
+    value_norm: bool = False
+    attention_scale: float | None = None
+    activation: Activation = "silu"
+    sandwich_norms: bool = False
+    layer_scalar: bool = False
+    embed_scale: float = 1.0
+    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        full = self.full_attention
+        for heads in (self.num_kv_heads, self.num_kv_heads if full is None else full.num_kv_heads):
+            if self.num_heads % heads:
+                raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {heads}")
+        if full is not None and not self.layer_types:
+            raise ValueError("full_attention has its own shape, but layer_types does not say which layers those are")
         if self.layer_types and len(self.layer_types) != self.num_layers:
             raise ValueError(f"layer_types names {len(self.layer_types)} layers, num_layers is {self.num_layers}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
@@ -71,6 +114,17 @@ class DecoderConfig:
         """Attention window of a layer; `layer_types` decides, not the mere presence of `sliding_window`."""
         sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if sliding else None
+
+    def attention(self, layer: int) -> AttentionShape:
+        """Keys and values of a layer."""
+        if self.full_attention is not None and self.layer_types[layer] == "full_attention":
+            return self.full_attention
+        return AttentionShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=self.rope)
+
+    @property
+    def widest_head(self) -> int:
+        """Largest head width of any layer."""
+        return max(self.attention(i).head_dim for i in range(self.num_layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ AXES = ("data", "fsdp", "tensor")
 # First match wins. Weights are [out, in]: what splits heads or MLP width is split by output on the way in and by input
 # on the way out, so that one sum over `tensor` ends each sublayer.
 PARAMETERS: tuple[tuple[str, P], ...] = (
-    (r"(bias|norm/weight|layernorm/weight)$", P()),
+    (r"(bias|norm/weight|layernorm/weight|layer_scalar)$", P()),
     (r"markov_head/markov_w[12]/weight$", P("tensor", "fsdp")),
     (r"markov_head/\w+/weight$", P(None, "fsdp")),
     (r"confidence_head/proj/weight$", P()),

@@ -44,7 +44,12 @@ class TargetTables:
         out = jnp.einsum(
             "...d,vd->...v", hidden.astype(dtype), self.head.astype(dtype), preferred_element_type=jnp.float32
         )
-        return out if self.soft_cap is None else self.soft_cap * jnp.tanh(out / self.soft_cap)
+        return soft_capped(out, self.soft_cap)
+
+
+def soft_capped(logits: Float[Array, "..."], soft_cap: float | None) -> Float[Array, "..."]:
+    """Return `soft_cap * tanh(logits / soft_cap)`; without a cap the logits."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 @struct.dataclass

@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gemma4 import gemma4
 
 from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.draft.ngram import ngram_drafter
 from dspark_jax.engine.drafters import independent_drafter
+from dspark_jax.nn.decoder import is_constant
 from dspark_jax.target.loading import Target, parameter_shapes
 from dspark_jax.types import TargetTables
 
@@ -35,6 +37,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "no_markov": {"confidence_head": True},
     "dflash": {},
     "sliding": {"markov_rank": 3},
+    "gemma4": {"markov_rank": 3, "confidence_head": True},
 }
 AUTOREGRESSIVE = ("eagle3", "mtp")
 KINDS = (*HEADS, *AUTOREGRESSIVE)
@@ -43,25 +46,26 @@ UNTRAINED = ("ngram", "lm")
 
 
 def randomise(shapes: Any, seed: int, gain: float = 1.0) -> Any:
-    """Arrays for a tree of shapes: matrices of scale `gain / sqrt(fan in)`, norm weights near 1, biases near 0."""
+    """Arrays for a tree of shapes: matrices of scale `gain / sqrt(fan in)`, factors near 1, biases near 0."""
     rng = np.random.default_rng(seed)
 
     def fill(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         if len(leaf.shape) > 1:
             return jnp.asarray(rng.normal(0, gain * leaf.shape[-1] ** -0.5, leaf.shape), jnp.float32)
-        centre = 1.0 if "norm" in path[-2].key else 0.0
+        centre = 1.0 if "norm" in path[-2].key or is_constant(path) else 0.0
         return jnp.asarray(rng.normal(centre, 0.2, leaf.shape), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 @functools.lru_cache
-def random_target(vocab: int = VOCAB, max_position: int = 64, seed: int = 0) -> Target:
+def random_target(vocab: int = VOCAB, max_position: int = 64, seed: int = 0, as_gemma4: bool = False) -> Target:
     """A target whose greedy text is varied and whose distributions are neither flat nor sharp."""
     config = dataclasses.replace(TARGET, vocab_size=vocab, max_position=max_position)
+    config = gemma4(config, tie_word_embeddings=False) if as_gemma4 else config
     rng = np.random.default_rng(seed + 100)
     table = lambda: jnp.asarray(rng.normal(0, 1, (vocab, WIDTH)) * 0.6, jnp.float32)
-    tables = TargetTables(embed=table(), head=table())
+    tables = TargetTables(embed=table(), head=table(), embed_scale=config.embed_scale, soft_cap=config.soft_cap)
     return Target("random", config, randomise(parameter_shapes(config), seed, 1.5), tables, None, (), jnp.float32)
 
 
@@ -73,12 +77,14 @@ def random_drafter(kind: str, block: int = BLOCK, vocab: int = VOCAB, seed: int 
     if kind == "lm":
         # Its table is padded: the last two ids exist for it alone.
         return independent_drafter(random_target(vocab + 2, seed=7), random_target(vocab), block_size=block)
-    layers = 2 if kind == "sliding" else 1
+    layers = 2 if kind in ("sliding", "gemma4") else 1
     decoder = dataclasses.replace(
         TARGET, family="qwen3", qk_norm=True, num_layers=layers, vocab_size=vocab,
-        layer_types=("sliding_attention", "full_attention") if kind == "sliding" else ("full_attention",),
-        sliding_window=3 if kind == "sliding" else None,
+        layer_types=("sliding_attention", "full_attention") if layers == 2 else ("full_attention",),
+        sliding_window=3 if layers == 2 else None,
     )  # fmt: skip
+    if kind == "gemma4":
+        decoder = gemma4(decoder, sliding_window=3, tie_word_embeddings=False)
     common: dict[str, Any] = {
         "decoder": decoder, "target_layers": TARGET.num_layers, "target_layer_ids": TAPS, "block_size": block,
     }  # fmt: skip

@@ -8,9 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gemma4 import gemma4
 
 from dspark_jax.config import DecoderConfig, RopeConfig
 from dspark_jax.data.corpus import TokenizedCorpus, TokenizedRow
+from dspark_jax.nn.decoder import is_constant
 from dspark_jax.target.loading import Target, parameter_shapes
 from dspark_jax.training.config import DrafterShape, MeshShape, TrainConfig
 from dspark_jax.training.losses import LossConfig
@@ -20,22 +22,24 @@ from dspark_jax.types import TargetTables
 VOCAB, MASK = 40, 39
 
 
-def tiny_target(seed=0, dtype=jnp.float32, **changes):
+def tiny_target(seed=0, dtype=jnp.float32, as_gemma4=False, **changes):
     config = DecoderConfig(
         family="llama", vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2,
         num_kv_heads=1, head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(), max_position=64, tie_word_embeddings=True,
     )  # fmt: skip
     config = dataclasses.replace(config, **changes)
+    config = gemma4(config) if as_gemma4 else config
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
         if len(leaf.shape) == 1:
-            return jnp.ones(leaf.shape, dtype)
+            return jnp.full(leaf.shape, 0.8 if is_constant(path) else 1.0, dtype)
         return jnp.asarray(rng.normal(0, leaf.shape[-1] ** -0.5, leaf.shape), dtype)
 
     params = jax.tree_util.tree_map_with_path(fill, parameter_shapes(config))
     embed = jnp.asarray(rng.normal(0, 1, (VOCAB, 16)), dtype)
-    return Target("tiny", config, params, TargetTables(embed=embed, head=embed), None, (2,), dtype)
+    tables = TargetTables(embed=embed, head=embed, embed_scale=config.embed_scale, soft_cap=config.soft_cap)
+    return Target("tiny", config, params, tables, None, (2,), dtype)
 
 
 def tiny_corpus(count=60, seed=0, shortest=6, longest=14):

@@ -86,11 +86,9 @@ class DSparkFunctions:
 
     def init(self, slots: int, max_length: int) -> DSparkState:
         """Empty context. The block itself is attended to in the cache, so there is room for one beyond the text."""
-        c = self.config.decoder
         length = max_length + self.config.block_size
-        return DSparkState(
-            tuple(KVCache.create(slots, length, c.num_kv_heads, c.head_dim, self.dtype) for _ in range(c.num_layers))
-        )
+        shapes = [self.config.decoder.attention(i) for i in range(self.config.decoder.num_layers)]
+        return DSparkState(tuple(KVCache.create(slots, length, s.num_kv_heads, s.head_dim, self.dtype) for s in shapes))
 
     def extend(
         self,

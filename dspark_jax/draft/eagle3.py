@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.contract import chooser
 from dspark_jax.nn import run
 from dspark_jax.nn.attention import (
@@ -25,33 +25,25 @@ from dspark_jax.nn.attention import (
     cache_attend,
     make_plan,
 )
-from dspark_jax.nn.decoder import Attention, Mlp
+from dspark_jax.nn.decoder import DecoderLayer
 from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention, causal_intervals, merge
 from dspark_jax.nn.linear import Linear, RMSNorm
 from dspark_jax.types import Params, Proposal, RaggedTokens, Sampling, TargetFeatures, TargetTables
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DecoderLayer):
     """The draft layer: queries, keys and values read `[input norm(embedding); hidden norm(g)]`; the residual is g."""
-
-    config: DecoderConfig
-    dtype: Any = jnp.float32
 
     def setup(self) -> None:
         """Declare sublayers and parameters."""
-        c = self.config
-        self.input_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
-        self.hidden_norm = RMSNorm(c.rms_norm_eps, self.dtype)
-        self.self_attn = Attention(c, 0, self.dtype)
-        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.dtype)
-        self.mlp = Mlp(c, self.dtype)
+        super().setup()
+        self.hidden_norm = RMSNorm(self.config.rms_norm_eps, self.dtype)
 
-    def __call__(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
+    def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
         """Run the layer; returns the new state and the cache."""
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(g)], axis=-1)
         out, cache = self.self_attn(x, positions, attend, cache)
-        g = g + out
-        return g + self.mlp(self.post_attention_layernorm(g)), cache
+        return self.add(g, out), cache
 
 
 class Eagle3Module(nn.Module):
@@ -64,7 +56,7 @@ class Eagle3Module(nn.Module):
         """Declare sublayers and parameters."""
         c = self.config.decoder
         self.fc = Linear(c.hidden_size, dtype=self.dtype, stddev=c.initializer_range)
-        self.layers = [Eagle3Layer(c, self.dtype)]
+        self.layers = [Eagle3Layer(c, 0, self.dtype)]
         self.norm = RMSNorm(c.rms_norm_eps, self.dtype)
 
     def fuse(self, features: Float[Array, "... FD"]) -> Float[Array, "... D"]:
@@ -73,7 +65,7 @@ class Eagle3Module(nn.Module):
 
     def step(self, embedded: Array, g: Array, positions: Array, attend: Attend, cache: Any):
         """One layer step; returns the new state (which feeds the next step in place of g) and the cache."""
-        return self.layers[0](embedded.astype(self.dtype), g, positions, attend, cache)
+        return self.layers[0].step(embedded.astype(self.dtype), g, positions, attend, cache)
 
     def head(self, state: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """What the target's lm_head multiplies: the normed state."""
@@ -132,11 +124,11 @@ class Eagle3Functions:
 
     def init(self, slots: int, max_length: int) -> Eagle3State:
         """Empty draft cache, with room for a block beyond the text."""
-        c = self.config.decoder
+        shape = self.config.decoder.attention(0)
         length = max_length + self.config.block_size
         return Eagle3State(
-            cache=KVCache.create(slots, length, c.num_kv_heads, c.head_dim, self.dtype),
-            hidden=jnp.zeros((slots, c.hidden_size), self.dtype),
+            cache=KVCache.create(slots, length, shape.num_kv_heads, shape.head_dim, self.dtype),
+            hidden=jnp.zeros((slots, self.config.decoder.hidden_size), self.dtype),
         )
 
     def extend(

@@ -15,13 +15,20 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save
 
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
 from dspark_jax.draft.vocabulary import check_vocabulary
 from dspark_jax.files import atomic_write
-from dspark_jax.huggingface import SafetensorsFolder, decoder_config, read_json, resolve_folder, rope_keys
+from dspark_jax.huggingface import (
+    GEMMA4_FAMILIES,
+    SafetensorsFolder,
+    decoder_config,
+    decoder_json,
+    read_json,
+    resolve_folder,
+)
 from dspark_jax.types import Params, TargetTables
 
 PRETRAINED = Path(__file__).resolve().parents[1] / "pretrained"
@@ -30,6 +37,9 @@ _ARCHITECTURES: dict[str, Literal["dspark", "eagle3", "mtp"]] = {
     "Qwen3DSparkModel": "dspark",
     "Qwen3Eagle3Model": "eagle3",
     "Qwen3MtpModel": "mtp",
+    "Gemma4DSparkModel": "dspark",
+    "Gemma4Eagle3Model": "eagle3",
+    "Gemma4MtpModel": "mtp",
 }
 _TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 # Entries of config.json that are this package's own; other readers of the layout ignore the key as a whole.
@@ -190,6 +200,10 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
             f"{where}: sample_from_anchor is false (predictions from slot 1): another block layout, not supported"
         )
     decoder = decoder_config(config, where)
+    if (expected := _architecture(kind, decoder)) not in architectures:
+        raise ValueError(
+            f"{where}: architectures is {architectures}, model_type {decoder.family!r} goes with {expected}"
+        )
     common: dict[str, Any] = {
         "decoder": decoder,
         "target_layers": int(_required(config, "num_target_layers", where)),
@@ -216,35 +230,20 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
     )
 
 
+def _architecture(config_kind: str, decoder: DecoderConfig) -> str:
+    """Name of a drafter's architecture: whose layers it has, and what it is."""
+    layers = "Gemma4" if decoder.family in GEMMA4_FAMILIES else "Qwen3"
+    return next(name for name, kind in _ARCHITECTURES.items() if kind == config_kind and name.startswith(layers))
+
+
 def config_json(config: DrafterConfig) -> dict[str, Any]:
     """The `config.json` of a drafter; `drafter_config` reads it back (empty `layer_types` come back spelled out)."""
     d = config.decoder
-    shape = {
-        "model_type": d.family,
-        "vocab_size": d.vocab_size,
-        "hidden_size": d.hidden_size,
-        "intermediate_size": d.intermediate_size,
-        "num_hidden_layers": d.num_layers,
-        "num_attention_heads": d.num_heads,
-        "num_key_value_heads": d.num_kv_heads,
-        "head_dim": d.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": d.rms_norm_eps,
-        "initializer_range": d.initializer_range,
-        "max_position_embeddings": d.max_position,
-        "attention_bias": d.attention_bias,
-        "attention_dropout": 0.0,
-        "layer_types": list(d.layer_types or ("full_attention",) * d.num_layers),
-        "sliding_window": d.sliding_window,
-        "use_sliding_window": "sliding_attention" in d.layer_types,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        **rope_keys(d.rope),
-    }
+    shape = decoder_json(d)
     shared = {"num_target_layers": config.target_layers, "target_layer_ids": list(config.target_layer_ids)}
     if config.kind != "dspark":
         return {
-            "architectures": ["Qwen3Eagle3Model" if config.kind == "eagle3" else "Qwen3MtpModel"],
+            "architectures": [_architecture(config.kind, d)],
             **shape,
             **shared,
             "draft_num_hidden_layers": d.num_layers,
@@ -252,7 +251,7 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
             "step_loss_decay": config.step_loss_decay,
         }
     return {
-        "architectures": ["Qwen3DSparkModel"],
+        "architectures": [_architecture(config.kind, d)],
         **shape,
         **shared,
         "block_size": config.block_size,
@@ -331,6 +330,8 @@ def _check_target(config: DrafterConfig, target: Any, d2t: np.ndarray | None, fo
     for what, a, b in (
         ("hidden_size", found.hidden_size, expected.hidden_size),
         ("num_target_layers", config.target_layers, expected.num_layers),
+        ("final_logit_softcapping", found.soft_cap, expected.soft_cap),
+        ("embeddings scaled by", found.embed_scale, expected.embed_scale),
     ):
         if a != b:
             raise ValueError(f"{folder}: the drafter was made for {what} {a}, target {target.name!r} has {b}")

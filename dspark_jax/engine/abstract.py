@@ -20,7 +20,8 @@ from dspark_jax.engine.layout import check_mesh, state_shardings
 from dspark_jax.engine.requests import MAX_STOP_TOKENS
 from dspark_jax.engine.state import Limits, Memory, Slots, Weights
 from dspark_jax.engine.steps import Steps
-from dspark_jax.nn.paged import PagedAttention
+from dspark_jax.nn.attention import DENSE
+from dspark_jax.nn.paged import LANES, PagedAttention
 from dspark_jax.sharding import PARAMETERS, REPLICATED_MARKOV, tree_shardings
 from dspark_jax.types import TargetTables
 
@@ -80,7 +81,7 @@ def abstract_round(
     dtype: Any = jnp.bfloat16,
     markov_tables: MarkovTables = "split",
 ) -> AbstractRound:
-    """Describe rounds that verify whole blocks with paged attention.
+    """Describe rounds that verify whole blocks, with paged attention where no head is too wide for it.
 
     Args:
         target: shape of the target.
@@ -102,6 +103,7 @@ def abstract_round(
             raise ValueError(f"markov_tables is 'replicated', but {drafter.config.name} has no sequential head")
         rules, drafter = REPLICATED_MARKOV, dataclasses.replace(drafter, gather_logits=True)
     block = drafter.config.block_size
+    paged = target.widest_head <= LANES
     steps = Steps(
         target=target,
         drafter=drafter,
@@ -112,7 +114,7 @@ def abstract_round(
         policy="fixed",
         limit=block,
         block_size=block,
-        attention=PagedAttention(mesh),
+        attention=PagedAttention(mesh) if paged else DENSE,
     )
 
     def place(tree: Any, shardings: Any) -> Any:
@@ -122,7 +124,8 @@ def abstract_round(
     target_params, draft_params = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tree) for tree in params
     )
-    weights = Weights(target_params, TargetTables(embed=table, head=table), draft_params)
+    tables = TargetTables(embed=table, head=table, embed_scale=target.embed_scale, soft_cap=target.soft_cap)
+    weights = Weights(target_params, tables, draft_params)
     empty = jax.eval_shape(lambda: steps.init(target.vocab_size, MAX_STOP_TOKENS))
     empty, memory = place(empty, state_shardings(mesh, empty))
     return AbstractRound(

@@ -108,7 +108,7 @@ class Engine:
             policy=kind,
             limit=limit,
             block_size=drafted,
-            attention=attention or attention_backend(mesh=mesh),
+            attention=attention or attention_backend(mesh=mesh, head_dim=target.config.widest_head),
         )
         largest = slots * (limit + 1)
         self.row_ladder = tuple(row_ladder or buckets.rungs(largest, first=1, ratio=1.25))

@@ -139,7 +139,7 @@ class _Batch:
             policy="threshold" if threshold > 0 else "fixed",
             limit=block,
             block_size=block,
-            attention=attention_backend(),
+            attention=attention_backend(head_dim=target.config.widest_head),
         )
         weights = Weights(target.params, target.tables, None if drafter is None else drafter.params)
         self.programs = CompiledSteps(steps, weights, threshold, np.ones(1, np.float32))

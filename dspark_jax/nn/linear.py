@@ -66,8 +66,14 @@ class Linear(nn.Module):
         return out
 
 
+def rms_normalize(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """Divide by the root mean square of the last axis, in float32 and returned as such."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32 times `weight` (the Llama and Qwen3 convention, not one plus the weight)."""
+    """Root-mean-square norm in float32 times `weight` (as in Llama, Qwen3 and Gemma-4; not one plus the weight)."""
 
     eps: float
     dtype: Any = jnp.float32
@@ -76,6 +82,4 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Return the normed input."""
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale * weight.astype(jnp.float32)).astype(self.dtype)
+        return (rms_normalize(x, self.eps) * weight.astype(jnp.float32)).astype(self.dtype)

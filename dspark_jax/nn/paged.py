@@ -23,7 +23,7 @@ from dspark_jax.nn.attention import DENSE, Attend, AttentionBackend, AttentionSp
 from dspark_jax.types import RaggedTokens
 
 LANES = 128
-"""Head widths are padded to a multiple of this."""
+"""Head widths are padded to this; the kernel's strided reads of pages are not implemented for wider ones (jax 0.10)."""
 _AXIS = "tensor"
 
 
@@ -177,10 +177,16 @@ class PagedAttention:
         return 1 if self.mesh is None else int(self.mesh.shape[_AXIS])
 
     def create_cache(self, slots: int, length: int, kv_heads: int, head_dim: int, dtype: Any) -> PagedCache:
-        """See `AttentionBackend`; the length is rounded up to whole pages."""
+        """See `AttentionBackend`; the length is rounded up to whole pages.
+
+        Raises:
+            ValueError: heads that are too wide for the kernel.
+        """
+        if head_dim > LANES:
+            raise ValueError(f"the paged kernel takes heads of up to {LANES}, found {head_dim}: use dense attention")
         per_slot = -(-length // self.page_size)
-        heads, width = head_layout(kv_heads, self.shards).stored, -(-head_dim // LANES) * LANES
-        pages = jnp.zeros((slots * per_slot, self.page_size, 2 * heads, width), dtype)
+        heads = head_layout(kv_heads, self.shards).stored
+        pages = jnp.zeros((slots * per_slot, self.page_size, 2 * heads, LANES), dtype)
         if self.mesh is not None:
             pages = jax.lax.with_sharding_constraint(pages, NamedSharding(self.mesh, P(None, None, _AXIS)))
         return PagedCache(pages, per_slot)
@@ -260,18 +266,20 @@ class PagedAttention:
         return out.at[sequences.place].get(mode="fill", fill_value=0), cache
 
 
-def attention_backend(name: str | None = None, mesh: Mesh | None = None) -> AttentionBackend:
+def attention_backend(name: str | None = None, mesh: Mesh | None = None, *, head_dim: int = LANES) -> AttentionBackend:
     """The attention backend of a name.
 
     Args:
-        name: "dense" or "paged"; None takes the paged kernel on TPUs and dense attention elsewhere.
+        name: "dense" or "paged"; None takes the paged kernel on TPUs, where no head is too wide for it, and dense
+            attention elsewhere.
         mesh: devices of the paged kernel; None for one.
+        head_dim: width of the model's widest head.
 
     Raises:
         ValueError: an unknown name.
     """
     if name is None:
-        name = "paged" if jax.default_backend() == "tpu" else "dense"
+        name = "paged" if jax.default_backend() == "tpu" and head_dim <= LANES else "dense"
     if name == "dense":
         return DENSE
     if name == "paged":

@@ -12,7 +12,7 @@ from dspark_jax.config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angular frequency of each rotated pair, `[H/2]` float32, radians per position."""
+    """Angular frequency of each pair, `[H/2]` float32, radians per position; 0 for pairs that do not turn."""
     freq = 1.0 / config.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if config.kind == "linear":
         freq = freq / config.factor
@@ -24,6 +24,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
         smooth = (config.original_max_position / wavelength - config.low_freq_factor) / span
         blended = (1 - smooth) * freq / config.factor + smooth * freq
         freq = np.where(wavelength > low, freq / config.factor, np.where(wavelength < high, freq, blended))
+    elif config.kind == "proportional":
+        turned = int(config.rotated * head_dim // 2)
+        freq = np.where(np.arange(head_dim // 2) < turned, freq / config.factor, 0.0)
     return freq.astype(np.float32)
 
 

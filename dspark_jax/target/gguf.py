@@ -9,8 +9,9 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 
 from dspark_jax.config import DecoderConfig
-from dspark_jax.huggingface import SUPPORTED_FAMILIES, decoder_config
+from dspark_jax.huggingface import decoder_config
 
+_ARCHITECTURES = ("llama", "qwen3")
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -81,10 +82,8 @@ def _config(reader: GGUFReader, path: Path) -> DecoderConfig:
         return default if field is None else field.contents()
 
     family = get("general.architecture")
-    if family not in SUPPORTED_FAMILIES:
-        raise ValueError(
-            f"{path}: architecture {family!r} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}"
-        )
+    if family not in _ARCHITECTURES:
+        raise ValueError(f"{path}: architecture {family!r} is not supported; supported are {', '.join(_ARCHITECTURES)}")
     heads, width = int(get(f"{family}.attention.head_count")), int(get(f"{family}.embedding_length"))
     vocabulary = reader.get_field("tokenizer.ggml.tokens")
     scaling = get(f"{family}.rope.scaling.type", "none")

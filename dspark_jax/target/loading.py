@@ -24,6 +24,7 @@ from dspark_jax.types import Params, TargetTables
 
 Tensor = np.ndarray | StoredTensor
 PACKAGED_TARGETS = ("smollm2-135m",)
+_TEXT_PART = "model.language_model."
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -120,8 +121,7 @@ def build_params(
         read = lambda index: np.asarray(tensor[index]).astype(dtype)  # noqa: E731
         return jax.make_array_from_callback(tuple(tensor.shape), layout, read)
 
-    left = {name.removeprefix("model."): value for name, value in tensors.items()}
-    left = {name: value for name, value in left.items() if not name.endswith("rotary_emb.inv_freq")}
+    left = _decoder_tensors(tensors)
     if "embed_tokens.weight" not in left:
         raise ValueError(f"{where}: tensor 'embed_tokens.weight' is missing")
     # The table's own rows decide which ids exist: some configs state a padded vocabulary.
@@ -145,7 +145,17 @@ def build_params(
         raise ValueError(
             f"{where}: unknown tensors {sorted(left)[:8]} ({len(left)} in all); the config does not account for them"
         )
-    return params, TargetTables(embed=embed, head=head)
+    return params, TargetTables(embed=embed, head=head, embed_scale=config.embed_scale, soft_cap=config.soft_cap)
+
+
+def _decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the decoder and the head, without prefix; what a multimodal checkpoint holds besides is left out."""
+    if any(name.startswith(_TEXT_PART) for name in tensors):
+        tensors = {
+            name: value for name, value in tensors.items() if name.startswith(_TEXT_PART) or name == "lm_head.weight"
+        }
+    left = {name.removeprefix(_TEXT_PART).removeprefix("model."): value for name, value in tensors.items()}
+    return {name: value for name, value in left.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def parameter_shapes(config: DecoderConfig) -> Params:

@@ -150,8 +150,6 @@ def forward_ragged(
 def create_caches(
     config: DecoderConfig, slots: int, length: int, dtype: Any = jnp.float32, attention: AttentionBackend = DENSE
 ) -> tuple[Any, ...]:
-    """Empty caches, one a layer."""
-    return tuple(
-        attention.create_cache(slots, length, config.num_kv_heads, config.head_dim, dtype)
-        for _ in range(config.num_layers)
-    )
+    """Empty caches, one a layer; heads and their width may differ between layers."""
+    shapes = [config.attention(i) for i in range(config.num_layers)]
+    return tuple(attention.create_cache(slots, length, s.num_kv_heads, s.head_dim, dtype) for s in shapes)

@@ -68,9 +68,9 @@ KNOWN_TARGETS: dict[str, DecoderConfig] = {
 
 def abstract_target(name: str, config: DecoderConfig, dtype: Any) -> Target:
     """A target whose arrays are shapes."""
-    table = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), dtype)
+    table: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), dtype)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), parameter_shapes(config))
-    tables = TargetTables(embed=table, head=table)  # type: ignore[arg-type]
+    tables = TargetTables(embed=table, head=table, embed_scale=config.embed_scale, soft_cap=config.soft_cap)
     return Target(name, config, params, tables, None, (), dtype)
 
 

@@ -56,6 +56,8 @@ class DrafterShape:
             raise ValueError(f"kind {self.kind!r} needs mask_token_id: a special token that no text holds")
 
 
+# Targets whose drafters have Qwen3 layers; others lend theirs.
+_QWEN3_DRAFTED = ("llama", "qwen3")
 _AUTOREGRESSIVE = ("eagle3", "mtp")
 _HEAD_FIELDS = ("markov_rank", "markov_head", "confidence_head", "confidence_with_markov")
 
@@ -197,7 +199,9 @@ def _unread(config: Any, reason: str, is_read: bool, names: tuple[str, ...]) -> 
 
 
 def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
-    """Derive the drafter from its target: same width, heads, RoPE and vocabulary, Qwen3 layers (q/k-norm).
+    """Derive the drafter from its target: same width, heads, RoPE and vocabulary.
+
+    Its layers see all of the text. They are Qwen3's (q/k-norm) for Llama and Qwen3 targets, Gemma-4's for Gemma-4.
 
     Raises:
         ValueError: taps or a mask token that the target does not have.
@@ -206,16 +210,15 @@ def drafter_config(config: TrainConfig, target: DecoderConfig) -> DrafterConfig:
     full: tuple[LayerType, ...] = ("full_attention",)
     decoder = dataclasses.replace(
         target,
-        family="qwen3",
-        qk_norm=True,
-        attention_bias=False,
-        mlp_bias=False,
         num_layers=shape.layers,
         intermediate_size=shape.intermediate_size or target.intermediate_size,
         tie_word_embeddings=False,
         layer_types=full * shape.layers,
-        sliding_window=None,
     )
+    if target.family in _QWEN3_DRAFTED:
+        decoder = dataclasses.replace(
+            decoder, family="qwen3", qk_norm=True, attention_bias=False, mlp_bias=False, sliding_window=None
+        )
     common: dict[str, Any] = {
         "decoder": decoder,
         "target_layers": target.num_layers,

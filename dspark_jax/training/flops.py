@@ -46,17 +46,24 @@ def model_flops(config: TrainConfig, target: DecoderConfig) -> ModelFlops:
     """
     shape, length = drafter_config(config, target), config.sequence_length
     tokens = config.batch_size * length
-    forward = target.num_layers * (layer_weights(target) + _attention(target, length / 2)) * tokens
+    layers = range(target.num_layers)
+    forward = sum(layer_weights(target, i) + _attention(target, i, length, length / 2) for i in layers) * tokens
     online = config.features_cache is None
     drafter, loss = _block_drafter(config, shape) if shape.kind == "dspark" else _autoregressive_drafter(config, shape)
     return ModelFlops(target=2 * forward if online else 0.0, drafter=2 * 3 * drafter, loss=2 * loss)
 
 
-def layer_weights(decoder: DecoderConfig, *, width: int | None = None) -> int:
+def layer_weights(decoder: DecoderConfig, layer: int = 0, *, width: int | None = None) -> int:
     """Weights in the products of one decoder layer; `width` is what queries, keys and values read, by default D."""
-    queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
-    attention = (width or decoder.hidden_size) * (queries + 2 * keys) + queries * decoder.hidden_size
-    return attention + 3 * decoder.hidden_size * decoder.intermediate_size
+    queries = decoder.num_heads * decoder.attention(layer).head_dim
+    attention = (width or decoder.hidden_size) * (queries + _key_value_width(decoder, layer))
+    return attention + decoder.hidden_size * (queries + 3 * decoder.intermediate_size)
+
+
+def _key_value_width(decoder: DecoderConfig, layer: int) -> int:
+    """Outputs of the k and v projections together."""
+    shape = decoder.attention(layer)
+    return shape.num_kv_heads * shape.head_dim * (1 if shape.keys_are_values else 2)
 
 
 def traced_flops(jaxpr: Any) -> float:
@@ -91,18 +98,28 @@ def _dot_flops(equation: Any) -> float:
     return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted)
 
 
-def _attention(decoder: DecoderConfig, keys: float) -> float:
-    """Multiplications of scores and weighted values of one query position of one layer."""
-    return 2 * decoder.num_heads * decoder.head_dim * keys
+def _attention(decoder: DecoderConfig, layer: int, length: int, keys: float) -> float:
+    """Multiplications of scores and weighted values of one query position of one layer.
+
+    Args:
+        decoder, layer: whose.
+        length: of the row; in it a window leaves `window - window^2 / (2 length)` of the `length / 2` keys on average.
+        keys: keys on average without a window.
+    """
+    window = decoder.window(layer)
+    if window is not None and window < length:
+        keys = keys - length / 2 + window - window**2 / (2 * length)
+    return 2 * decoder.num_heads * decoder.attention(layer).head_dim * keys
 
 
 def _block_drafter(config: TrainConfig, shape: DrafterConfig) -> tuple[float, float]:
     """Multiplications of a parallel drafter's forward pass and of its loss."""
     d, size, length = shape.decoder, shape.block_size, config.sequence_length
     tokens, slots = config.batch_size * length, config.batch_size * shape.num_anchors * size
-    keys = d.num_kv_heads * d.head_dim
-    forward = slots * d.num_layers * (layer_weights(d) + _attention(d, length / 2 + size))
-    forward += tokens * (len(shape.target_layer_ids) * d.hidden_size**2 + d.num_layers * 2 * d.hidden_size * keys)
+    layers = range(d.num_layers)
+    forward = slots * sum(layer_weights(d, i) + _attention(d, i, length, length / 2 + size) for i in layers)
+    injected = sum(_key_value_width(d, i) for i in layers)
+    forward += tokens * d.hidden_size * (len(shape.target_layer_ids) * d.hidden_size + injected)
     teacher = config.loss.tv or config.loss.confidence
     loss = slots * d.vocab_size * (d.hidden_size * (3 if teacher else 2) + 3 * shape.markov_rank)
     return float(forward), float(loss)
@@ -112,6 +129,6 @@ def _autoregressive_drafter(config: TrainConfig, shape: DrafterConfig) -> tuple[
     """The same for EAGLE-3 and MTP, as if every position were supervised."""
     d, steps, length = shape.decoder, shape.block_size, config.sequence_length
     tokens = config.batch_size * length
-    layer = layer_weights(d, width=2 * d.hidden_size) + _attention(d, length / 2 + (steps - 1) / 2)
+    layer = layer_weights(d, width=2 * d.hidden_size) + _attention(d, 0, length, length / 2 + (steps - 1) / 2)
     forward = tokens * (steps * layer + shape.feature_width * d.hidden_size)
     return float(forward), float(tokens * d.vocab_size * d.hidden_size * (2 * steps + 1))

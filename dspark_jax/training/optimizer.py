@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.nn.decoder import is_constant
 from dspark_jax.types import Params
 
 
@@ -87,8 +89,10 @@ def apply_update(
         rate: learning rate of this step.
 
     Returns:
-        New parameters and state.
+        New parameters and state; constants stay as they are.
     """
     updates, opt_state = optimizer.update(gradients, opt_state, params)
     updates = optax.tree.scale(-rate, updates)
+    # Their gradient is zero, but weight decay would move them.
+    updates = jax.tree_util.tree_map_with_path(lambda path, x: jnp.zeros_like(x) if is_constant(path) else x, updates)
     return optax.apply_updates(params, updates), opt_state

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.sharding import constrain, current_mesh, row_shards
 from dspark_jax.training.columns import Columns
-from dspark_jax.types import TargetTables
+from dspark_jax.types import TargetTables, soft_capped
 
 
 @struct.dataclass
@@ -79,7 +79,8 @@ def vocab_loss(
         target_hidden: the target's last hidden state at the position that predicts each slot's label (one a slot, or
             one for all slots of an anchor); None when no switched-on term needs it.
         labels: label tokens (any valid id where the slot does not count).
-        tables: the target's embedding and head; they get no gradient.
+        tables: the target's embedding and head; they get no gradient. A soft-cap holds for the target's logits and for
+            the drafter's base logits, before the sequential head's bias.
         weights: loss weights a slot.
         columns: sampled vocabulary; None computes all of it.
         chunk: anchors computed at once.
@@ -90,12 +91,10 @@ def vocab_loss(
         The scalar, differentiable in `hidden`, `markov` and `w2`; and per-slot values without gradient.
 
     Raises:
-        ValueError: a switched-on term needs the target's distribution and `target_hidden` is None; a soft-capped head.
+        ValueError: a switched-on term needs the target's distribution and `target_hidden` is None.
     """
     if weights.needs_target and target_hidden is None:
         raise ValueError("total variation and soft cross entropy need target_hidden; it is None")
-    if tables.soft_cap is not None:
-        raise ValueError("the vocabulary loss does not implement a logit soft-cap yet")
     anchors = hidden.shape[1]
     chunk = min(chunk, anchors)
     pad = -anchors % chunk
@@ -119,16 +118,24 @@ def vocab_loss(
     # Base logits and bias are one product: [h; m] with [head; W2] side by side.
     states = hidden.astype(dtype) if markov is None else jnp.concatenate([hidden, markov], -1).astype(dtype)
     with jax.named_scope("vocab_loss"):
-        loss, slots = _scan_loss(skip_unweighted, split(states), w2, (head, log_weight), inputs)
+        static = _Static(skip_unweighted, tables.soft_cap)
+        loss, slots = _scan_loss(static, split(states), w2, (head, log_weight), inputs)
     return loss, jax.tree.map(join, slots)
 
 
+class _Static(NamedTuple):
+    """What a program is compiled for: see `vocab_loss` and `TargetTables`."""
+
+    skip_unweighted: bool
+    soft_cap: float | None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan_loss(skip_unweighted, states, w2, columns, inputs):
-    return _scan_forward(skip_unweighted, states, w2, columns, inputs)[0]
+def _scan_loss(static, states, w2, columns, inputs):
+    return _scan_forward(static, states, w2, columns, inputs)[0]
 
 
-def _scan_forward(skip_unweighted, states, w2, columns, inputs):
+def _scan_forward(static, states, w2, columns, inputs):
     head, log_weight = columns
     width = head.shape[1]
     table = head if w2 is None else jnp.concatenate([head, w2.astype(head.dtype)], axis=1)
@@ -140,10 +147,15 @@ def _scan_forward(skip_unweighted, states, w2, columns, inputs):
     def compute(carry, slot):
         total, dw2 = carry
         state, (target, labels, weights) = slot
-        loss, values, dlogits = _chunk_losses(state, table, head, log_weight, target, labels, weights)
-        dstate = jnp.einsum("...v,vd->...d", dlogits, table, preferred_element_type=jnp.float32)
+        logits, slope = _draft_logits(state, table, width, static.soft_cap)
+        target_logits = None if target is None else soft_capped(_logits(target, head), static.soft_cap)
+        if log_weight is not None:
+            logits = logits + log_weight
+            target_logits = None if target_logits is None else target_logits + log_weight
+        loss, values, gradient = _chunk_losses(logits, target_logits, labels, weights)
+        dstate = _state_gradient(gradient, slope, table, width)
         if w2 is not None:
-            dw2 = dw2 + _table_gradient(dlogits, state[..., width:], shards)
+            dw2 = dw2 + _table_gradient(gradient.astype(state.dtype), state[..., width:], shards)
         return (total + loss, dw2), (values, dstate)
 
     def body(carry, slot):
@@ -159,14 +171,14 @@ def _scan_forward(skip_unweighted, states, w2, columns, inputs):
     if mesh is not None:
         total = constrain(total, "rows")
         dw2 = None if dw2 is None else constrain(dw2, "partial_tables")
-    weighted = _weighted_chunks(inputs[2]) if skip_unweighted else None
+    weighted = _weighted_chunks(inputs[2]) if static.skip_unweighted else None
     (total, dw2), (values, dstates) = jax.lax.scan(body, (total, dw2), (states, inputs, weighted))
     dw2 = None if dw2 is None else jnp.sum(dw2, axis=0)
     return (jnp.sum(total), values), (dstates, dw2, states, w2, columns, inputs)
 
 
-def _scan_backward(skip_unweighted, residuals, cotangents):
-    del skip_unweighted
+def _scan_backward(static, residuals, cotangents):
+    del static
     dstates, dw2, states, w2, columns, (target, _, weights) = residuals
     scale, _ = cotangents  # per-slot values carry no gradient
     dw2 = None if w2 is None else (dw2 * scale).astype(w2.dtype)
@@ -176,6 +188,37 @@ def _scan_backward(skip_unweighted, residuals, cotangents):
 
 
 _scan_loss.defvjp(_scan_forward, _scan_backward)
+
+
+def _logits(states: Float[Array, "... D"], table: Float[Array, "V D"]) -> Float[Array, "... V"]:
+    return jnp.einsum("...d,vd->...v", states, table, preferred_element_type=jnp.float32)
+
+
+def _draft_logits(
+    states: Float[Array, "... DR"], table: Float[Array, "V DR"], width: int, soft_cap: float | None
+) -> tuple[Float[Array, "... V"], Float[Array, "... V"] | None]:
+    """Draft logits of `[h; m]`, and the slope of the soft-cap at the base logits.
+
+    Without a cap (slope None) base logits and bias are one product; the cap lies between the two.
+    """
+    if soft_cap is None:
+        return _logits(states, table), None
+    bounded = jnp.tanh(_logits(states[..., :width], table[:, :width]) / soft_cap)
+    return soft_cap * bounded + _logits(states[..., width:], table[:, width:]), 1 - bounded**2
+
+
+def _state_gradient(
+    gradient: Float[Array, "... V"], slope: Float[Array, "... V"] | None, table: Float[Array, "V DR"], width: int
+) -> Float[Array, "... DR"]:
+    """Gradient by `[h; m]` of what has this gradient by the draft logits; the products run in the table's type."""
+
+    def by_states(gradient: Array, table: Array) -> Array:
+        return jnp.einsum("...v,vd->...d", gradient.astype(table.dtype), table, preferred_element_type=jnp.float32)
+
+    if slope is None:
+        return by_states(gradient, table)
+    parts = by_states(gradient * slope, table[:, :width]), by_states(gradient, table[:, width:])
+    return jnp.concatenate(parts, axis=-1)
 
 
 def _table_gradient(dlogits: Array, states: Array, shards: int) -> Float[Array, "S V R"]:
@@ -190,14 +233,12 @@ def _weighted_chunks(weights: SlotWeights) -> Bool[Array, "chunks"]:
     return functools.reduce(jnp.logical_or, used)
 
 
-def _chunk_losses(state, table, head, log_weight, target, labels, weights):
-    """Losses of a chunk by row, their per-slot values, and the gradient by the draft logits (in the products' type).
+def _chunk_losses(logits, target_logits, labels, weights):
+    """Losses of a chunk by row, their per-slot values, and the gradient by the draft logits (float32).
 
     Written as passes over `[slots, V]` that a compiler fuses: no argmax (which CPUs and TPUs run far slower than max),
     and exponentials recomputed rather than stored.
     """
-    logits = jnp.einsum("...d,vd->...v", state, table, preferred_element_type=jnp.float32)
-    logits = logits if log_weight is None else logits + log_weight
     peak = jnp.max(logits, axis=-1)
     log_mass = peak + jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
     draft = jnp.exp(logits - log_mass[..., None])
@@ -206,9 +247,7 @@ def _chunk_losses(state, table, head, log_weight, target, labels, weights):
     loss, gradient = jnp.zeros(labels.shape[0], jnp.float32), jnp.zeros_like(draft)
     tv = soft_nll = None
     chosen = label_logit
-    if target is not None:
-        target_logits = jnp.einsum("...d,vd->...v", target, head, preferred_element_type=jnp.float32)
-        target_logits = target_logits if log_weight is None else target_logits + log_weight
+    if target_logits is not None:
         target_peak = jnp.max(target_logits, axis=-1, keepdims=True)
         target_mass = jnp.sum(jnp.exp(target_logits - target_peak), axis=-1, keepdims=True)
         teacher = jnp.exp(target_logits - target_peak - jnp.log(target_mass))
@@ -232,4 +271,4 @@ def _chunk_losses(state, table, head, log_weight, target, labels, weights):
         loss = loss + jnp.sum(w * nll, axis=(1, 2))
         gradient = gradient + w[..., None] * (draft - hit)
     values = SlotLosses(nll=nll, tv=tv, soft_nll=soft_nll, correct=(chosen >= peak).astype(jnp.float32))
-    return loss, values, gradient.astype(state.dtype)
+    return loss, values, gradient

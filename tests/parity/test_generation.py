@@ -21,9 +21,8 @@ from dspark_jax.spec.verify import confidence_cut
 from dspark_jax.target.loading import load_target
 from dspark_jax.types import RaggedTokens, TargetFeatures
 
-LATER = ("dspark_gemma4_vanilla", "eagle3_gemma4")
-BLOCK = golden_cases("dspark_*", without=LATER) + golden_cases("dflash_*")
-EAGLE = golden_cases("eagle3_*", without=LATER)
+BLOCK = golden_cases("dspark_*") + golden_cases("dflash_*")
+EAGLE = golden_cases("eagle3_*")
 THRESHOLDS = (0.0, 0.3, 0.5, 0.7)
 
 

@@ -13,8 +13,20 @@ from dspark_jax.target.loading import build_params
 from dspark_jax.target.transformer import create_caches, forward_ragged, forward_rows
 from dspark_jax.types import RaggedTokens
 
-# Families that come later: loading them must be refused by name, not half done.
-LATER = ("target_gemma3", "target_gemma4", "target_gemma4_moe", "target_gemma4_ple", "target_qwen3_moe")
+# What comes later must be refused by name, not half done.
+LATER = {
+    "target_gemma3": "model_type 'gemma3_text' is not supported",
+    "target_gemma4_moe": "num_experts = 6 changes the mathematics and is not implemented",
+    "target_gemma4_ple": "hidden_size_per_layer_input = 8 changes the mathematics and is not implemented",
+    "target_qwen3_moe": "model_type 'qwen3_moe' is not supported",
+}
+FOLDERS = golden_cases("target_*", without=(*LATER, "target_cache"))
+by_name = pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+
+
+def tolerance(folder):
+    """Gemma-4's attention scores are not scaled down: the reference itself is less exact there (its README)."""
+    return 3e-4 if "gemma4" in folder.name else 1e-4
 
 
 def load(folder):
@@ -24,7 +36,7 @@ def load(folder):
     return config, params, tables
 
 
-@pytest.mark.parametrize("folder", golden_cases("target_*", without=(*LATER, "target_cache")), ids=lambda p: p.name)
+@by_name
 def test_target_matches_reference(folder):
     config, params, tables = load(folder)
     inputs, expected = np.load(folder / "inputs.npz"), np.load(folder / "expected.npz")
@@ -32,15 +44,16 @@ def test_target_matches_reference(folder):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     taps = tuple(range(-1, config.num_layers - 1))
     features = forward_rows(config, params, tables, tokens, jnp.ones_like(tokens), positions, taps)
+    atol = tolerance(folder)
     raw = np.split(np.asarray(features.taps), len(taps), axis=-1)
     np.testing.assert_allclose(raw[0], expected["full_embed_out"], atol=1e-6)
     for i, layer in enumerate(raw[1:]):
-        np.testing.assert_allclose(layer, expected["full_layer_outputs_raw"][i], atol=1e-4, err_msg=f"layer {i}")
-    np.testing.assert_allclose(features.last_hidden, expected["full_last_hidden_state"], atol=1e-4)
-    np.testing.assert_allclose(tables.logits(features.last_hidden), expected["full_logits"], atol=1e-4)
+        np.testing.assert_allclose(layer, expected["full_layer_outputs_raw"][i], atol=atol, err_msg=f"layer {i}")
+    np.testing.assert_allclose(features.last_hidden, expected["full_last_hidden_state"], atol=atol)
+    np.testing.assert_allclose(tables.logits(features.last_hidden), expected["full_logits"], atol=atol)
 
 
-@pytest.mark.parametrize("folder", golden_cases("target_*", without=(*LATER, "target_cache")), ids=lambda p: p.name)
+@by_name
 def test_padding_changes_nothing(folder):
     config, params, tables = load(folder)
     inputs, expected = np.load(folder / "inputs.npz"), np.load(folder / "expected.npz")
@@ -49,10 +62,10 @@ def test_padding_changes_nothing(folder):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden = forward_rows(config, params, tables, tokens, valid, positions).last_hidden
     logits = np.asarray(tables.logits(hidden)) * np.asarray(valid)[..., None]
-    np.testing.assert_allclose(logits, expected["pad_logits"], atol=1e-4)
+    np.testing.assert_allclose(logits, expected["pad_logits"], atol=tolerance(folder))
 
 
-@pytest.mark.parametrize("folder", golden_cases("target_*", without=(*LATER, "target_cache")), ids=lambda p: p.name)
+@by_name
 def test_cached_decoding_matches_reference(folder):
     """Prefill 9, a chunk of 4, one token: the same ragged call each time, both rows in one batch with padding."""
     config, params, tables = load(folder)
@@ -70,19 +83,15 @@ def test_cached_decoding_matches_reference(folder):
         features, caches = forward_ragged(config, params, tables, caches, make_plan(batch, 3, width + 1))
         logits = np.asarray(tables.logits(features.last_hidden))
         got = np.stack([logits[:width], logits[width : 2 * width]])
-        np.testing.assert_allclose(got, expected[f"decode{step}_logits"], atol=1e-4)
+        np.testing.assert_allclose(got, expected[f"decode{step}_logits"], atol=tolerance(folder))
         done += width
     assert not np.any(np.asarray(caches[0].k[1])), "padding rows must not write"
 
 
 @pytest.mark.parametrize("name", LATER)
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="family not supported yet")
-def test_later_families(name):
+def test_later_families_are_refused_by_name(name):
     folders = golden_cases(name)
     if not folders:
         pytest.skip(ABSENT)
-    try:
+    with pytest.raises(ValueError, match=LATER[name]):
         load(folders[0])
-    except ValueError as error:
-        assert "is not supported" in str(error), "refused, but for another reason than its family"
-        raise

@@ -42,16 +42,19 @@ def assert_same_text(ours, theirs):
         assert a.finish_reason == b.finish_reason
 
 
-def test_plain_text_is_the_targets_own_argmax():
+def assert_own_argmax(target, result):
     """Token by token against one forward over the finished text, without any cache."""
-    result = plain()[0]
     ids = jnp.asarray([[*result.prompt, *result.tokens]])
     positions = jnp.arange(ids.shape[1])[None]
     hidden = jax.jit(
-        lambda params: forward_rows(TARGET.config, params, TARGET.tables, ids, jnp.ones_like(ids), positions)
-    )(TARGET.params).last_hidden
-    best = np.asarray(jnp.argmax(TARGET.tables.logits(hidden), -1))[0]
+        lambda params: forward_rows(target.config, params, target.tables, ids, jnp.ones_like(ids), positions)
+    )(target.params).last_hidden
+    best = np.asarray(jnp.argmax(target.tables.logits(hidden), -1))[0]
     assert tuple(best[len(result.prompt) - 1 : -1]) == result.tokens
+
+
+def test_plain_text_is_the_targets_own_argmax():
+    assert_own_argmax(TARGET, plain()[0])
     assert len({r.tokens[:5] for r in plain()}) >= 4, "prompts must matter for the tests below to mean anything"
 
 
@@ -64,6 +67,18 @@ def test_greedy_text_equals_plain_decoding(kind):
         assert all(r.proposed <= 4 and 0 <= r.accepted <= r.accepted_raw <= r.proposed for r in result.rounds)
         has_head = random_drafter(kind).config.confidence_head
         assert all((r.confidences is not None) == has_head for r in result.rounds)
+
+
+def test_a_gemma4_pair():
+    """Two kinds of layers in target and drafter, each with caches of its own width; capped logits."""
+    target = random_target(as_gemma4=True)
+    alone, drafted = (
+        generate(target, drafter, PROMPTS, max_new_tokens=BUDGETS, batch_size=5)
+        for drafter in (None, random_drafter("gemma4"))
+    )
+    assert_own_argmax(target, alone[0])
+    assert len({r.tokens[:5] for r in alone}) >= 4, "prompts must matter for this test to mean anything"
+    assert_same_text(drafted, alone)
 
 
 @pytest.mark.parametrize("kind, batch_size", [("vanilla", 1), ("vanilla", 2), ("eagle3", 1)])

@@ -156,9 +156,12 @@ def test_head_layouts():
         head_layout(6, 4)
 
 
-def test_backends_by_name():
+def test_backends_by_name(monkeypatch):
     assert attention_backend("dense") == attention_backend() == DenseAttention()
     assert attention_backend("paged") == PagedAttention()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert attention_backend(head_dim=128) == PagedAttention()
+    assert attention_backend(head_dim=256) == DenseAttention(), "the kernel cannot read such heads"
     with pytest.raises(ValueError, match="unknown attention backend 'flash'"):
         attention_backend("flash")
 
@@ -170,13 +173,15 @@ def test_a_plan_that_is_not_causal_is_refused():
 
 
 @pytest.mark.slow
-def test_the_engines_text_does_not_depend_on_the_backend(interpreted):
+@pytest.mark.parametrize("as_gemma4", [False, True], ids=["llama", "gemma4"])
+def test_the_engines_text_does_not_depend_on_the_backend(interpreted, as_gemma4):
     """Prompts in chunks, admission while others decode, verification: the whole engine over pages."""
+    drafter = random_drafter("gemma4" if as_gemma4 else "vanilla")
     prompts = [[1, 2, 3, 4, 5, 6], [7], [8, 9]]
 
     def texts(attention):
         engine = Engine(
-            random_target(), random_drafter("vanilla"), slots=2, max_length=32, policy=Fixed(2), row_ladder=(6,),
+            random_target(as_gemma4=as_gemma4), drafter, slots=2, max_length=32, policy=Fixed(2), row_ladder=(6,),
             mixed_ladder=(6,), chunk_ladder=(4,), attention=attention,
         )  # fmt: skip
         numbers = [engine.submit(p, max_new_tokens=8, stop_token_ids=()) for p in prompts]

@@ -45,7 +45,7 @@ class Result:
 
 
 @functools.cache
-def update(kind: str, sizes: tuple[int, int, int]) -> Result:
+def update(kind: str, sizes: tuple[int, int, int], as_gemma4: bool = False) -> Result:
     """The program that training runs: target in the step, two accumulation parts, donated state."""
     # A large epsilon makes the update a smooth function of the gradient, which rounding cannot turn around.
     drafter = KINDS[kind][0]
@@ -59,7 +59,7 @@ def update(kind: str, sizes: tuple[int, int, int]) -> Result:
         accumulation=ACCUMULATION,
         optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-2),
     )
-    target = tiny_target(**TARGET)
+    target = tiny_target(as_gemma4=as_gemma4, **TARGET)
     step = create_step(config, target, 10)
     batch = BatchSource(tiny_corpus(), ROWS, config.sequence_length, 0, config.packed).batch(0)
     rows = jax.tree.map(lambda x: x.reshape(ACCUMULATION, -1, *x.shape[1:]), batch)
@@ -113,6 +113,15 @@ def test_an_update_is_the_same_on_any_mesh(kind, mesh):
     assert_close(many.params, one.params, rtol=1e-5, atol=1e-6)
     # The gradients compared are not zeros.
     assert all(np.any(x != 0) for x in jax.tree.leaves(one.gradients))
+
+
+def test_an_update_for_a_gemma4_target_is_the_same_on_a_mesh():
+    """Two shapes of layers, one with fewer K/V heads than the tensor axis has shards; capped logits split over it."""
+    one, many = update("dspark", (1, 1, 1), True), update("dspark", MESHES["2x2x2"], True)
+    assert one.metrics.applied and one.metrics.terms.blocks > 0
+    assert_close(many.metrics, one.metrics, rtol=2e-5, atol=1e-6)
+    assert_close(many.gradients, one.gradients, rtol=1e-4, atol=1e-6)
+    assert_close(many.params, one.params, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "mesh"), everything())

@@ -101,6 +101,19 @@ def test_cached_features_train_the_same_drafter(folder, features):
     assert jnp.allclose(cached["ce"], online["ce"], rtol=0.02)
 
 
+def test_a_drafter_for_a_gemma4_target(folder):
+    """It takes the target's layers, is exported under their name and loads for that target."""
+    target, output = folder / "gemma4", folder / "gemma4_run"
+    tiny_models.write_target(target, decoder=tiny_models.GEMMA4)
+    changes = ["--target", str(target), "--output", str(output), "--steps", "2", "--validate-every", "None"]
+    assert train.main(["--config", str(folder / "tiny.py"), *changes]) == 0
+    exported = output / "export" / "000002"
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == ["Gemma4DSparkModel"] and config["model_type"] == "gemma4_text"
+    drafter = load_drafter(str(exported), load_target(str(target)))
+    assert drafter.params["layers_0"]["layer_scalar"] == 1 and drafter.config.decoder.sandwich_norms
+
+
 def test_a_cache_of_other_taps_is_refused(folder, features):
     overrides = [
         "--output",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from gemma4 import gemma4
 from random_models import TARGET as SMALL
 
 from dspark_jax.config import DrafterConfig, spread_layer_ids
@@ -32,6 +33,21 @@ def test_layer_types_decide_the_window():
     mixed = ("full_attention", "sliding_attention", "full_attention")
     sliding = dataclasses.replace(TARGET, sliding_window=4, layer_types=mixed)
     assert [sliding.window(i) for i in range(3)] == [None, 4, None]
+
+
+def test_full_layers_may_have_another_shape():
+    """Gemma-4: fewer and wider heads where a layer sees all; `layer_types` say which."""
+    config = gemma4(TARGET)
+    shapes = [config.attention(i) for i in range(3)]
+    assert shapes[1] == config.full_attention and (shapes[1].num_kv_heads, shapes[1].head_dim) == (1, 12)
+    assert shapes[0] == shapes[2] and (shapes[0].head_dim, shapes[0].rope) == (TARGET.head_dim, TARGET.rope)
+    assert not shapes[0].keys_are_values
+    plain = TARGET.attention(1)
+    assert (plain.num_kv_heads, plain.head_dim, plain.rope) == (TARGET.num_kv_heads, TARGET.head_dim, TARGET.rope)
+    with pytest.raises(ValueError, match="layer_types does not say which"):
+        dataclasses.replace(config, layer_types=())
+    with pytest.raises(ValueError, match="num_heads 2 is not a multiple of num_kv_heads 3"):
+        dataclasses.replace(config, full_attention=dataclasses.replace(config.full_attention, num_kv_heads=3))
 
 
 @pytest.mark.parametrize(

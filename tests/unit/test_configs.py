@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -10,8 +11,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import random_models
+from gemma4 import gemma4
 
-from dspark_jax.config import spread_layer_ids
+from dspark_jax.compile import CompileCommand, target_shape
+from dspark_jax.config import DecoderConfig, spread_layer_ids
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.target.transformer import check_tap_ids
 from dspark_jax.training.abstract import KNOWN_TARGETS
@@ -21,10 +25,17 @@ from dspark_jax.training.optimizer import OptimizerConfig
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 QWEN3 = [path for path in FILES if path.stem.startswith("qwen3_")]
+GEMMA4 = [path for path in FILES if path.stem.startswith("gemma4_")]
+# Stands in for Gemma-4 12B, of which the package knows the number of layers only: as deep, and with its first ids.
+GEMMA4_12B = gemma4(dataclasses.replace(random_models.TARGET, num_layers=48))
+
+
+def target_of(config: TrainConfig) -> DecoderConfig:
+    return GEMMA4_12B if config.target == "google/gemma-4-12B-it" else KNOWN_TARGETS[config.target]
 
 
 def parameter_count(config: TrainConfig) -> int:
-    shape = drafter_config(config, KNOWN_TARGETS[config.target])
+    shape = drafter_config(config, target_of(config))
     functions = functions_for(shape, jnp.dtype(config.dtype))
     params = jax.eval_shape(lambda key: functions.initialise(key, shape.feature_width), jax.random.key(0))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
@@ -42,7 +53,7 @@ def test_every_qwen3_drafter_has_a_file():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_loads_and_its_drafter_fits_its_target(path):
     config = load_config(path)
-    target = KNOWN_TARGETS[config.target]
+    target = target_of(config)
     shape = drafter_config(config, target)
     check_tap_ids(target, shape.target_layer_ids)
     assert path.stem.rpartition("_")[2] == config.drafter.kind == shape.name.lower().replace("-", "")
@@ -86,6 +97,32 @@ def test_docstrings_state_size_taps_and_slices(path):
     for slice_type in ("v5e 4x4", "v6e 2x4", "v5p 2x2x1", "tpu7x 2x2x1"):
         assert slice_type in text
     assert f"{rows} rows" in text or f"{config.accumulation} parts" in text
+
+
+def test_every_gemma4_drafter_has_a_file():
+    assert {path.stem for path in GEMMA4} == {f"gemma4_12b_{kind}" for kind in ("dspark", "dflash", "eagle3")}
+
+
+@pytest.mark.parametrize("path", GEMMA4, ids=lambda path: path.stem)
+def test_gemma4_files_hold_the_recipe_with_the_releases_taps(path):
+    """Line by line the same kind's Qwen3 file, but for target, taps, mask token and folders."""
+    kind = path.stem.rpartition("_")[2]
+    config, qwen3 = load_config(path), load_config(path.with_name(f"qwen3_4b_{kind}.py"))
+    own = {"target": "google/gemma-4-12B-it", "data": (Path("data/gemma4_12b_train.jsonl"),), "output": config.output}
+    drafter = dataclasses.replace(qwen3.drafter, taps=(5, 17, 29, 41, 46), mask_token_id=config.drafter.mask_token_id)
+    assert config == dataclasses.replace(qwen3, drafter=drafter, **own)
+    assert config.drafter.mask_token_id == (None if kind == "eagle3" else 4)
+    assert parameter_count(config) > 0 and functions_for(drafter_config(config, GEMMA4_12B)).tap_ids == drafter.taps
+    text = " ".join(docstring(path).split())
+    assert "Taps 5, 17, 29, 41, 46 of 48 layers" in text and "No run of this file" in text.replace("; no", ". No")
+    assert [x for x in ("v5e 4x4", "v6e 2x4", "v5p 2x2x1", "tpu7x 2x2x1") if x not in text] == []
+
+
+def test_sizes_of_a_target_that_is_not_known_come_from_its_own_file():
+    path = GEMMA4[0].with_name("gemma4_12b_dspark.py")
+    command = CompileCommand(config=path, topology="v6e:2x4")
+    with pytest.raises(ValueError, match=r"gemma-4-12B-it' is not known .*config.json with --target-config"):
+        target_shape(command, load_config(path))
 
 
 def test_stated_sizes_come_from_the_shape():

@@ -32,15 +32,16 @@ def mesh():
     return create_mesh(data=2, fsdp=2, tensor=2)
 
 
+@pytest.mark.parametrize("as_gemma4", [False, True], ids=["llama", "gemma4"])
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
-def test_every_parameter_and_moment_has_a_layout(kind, mesh):
-    step = create_step(tiny_config(kind), tiny_target(), 10)
+def test_every_parameter_and_moment_has_a_layout(kind, as_gemma4, mesh):
+    target = tiny_target(as_gemma4=as_gemma4)
+    step = create_step(tiny_config(kind), target, 10)
     state = jax.eval_shape(lambda: init_state(step.functions, step.optimizer, 0))
     shardings = tree_shardings(mesh, state)
     adam = next(x for x in shardings.opt_state if hasattr(x, "mu"))
     assert jax.tree.leaves(adam.mu) == jax.tree.leaves(adam.nu) == jax.tree.leaves(shardings.params)
     assert shardings.step.spec == P()
-    target = tiny_target()
     assert tree_shardings(mesh, target.tables).embed.spec == P("tensor", "fsdp")
     tree_shardings(mesh, target.params)
 

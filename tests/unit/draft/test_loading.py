@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import DECODER, MASK, VOCAB, write_drafter, write_target
+from tiny_models import DECODER, GEMMA4, MASK, VOCAB, write_drafter, write_target
 
 from dspark_jax.draft.loading import config_json, drafter_config, load_drafter, save_drafter, tensor_name
 from dspark_jax.draft.vocabulary import check_vocabulary, offsets_to_ids
@@ -45,6 +45,34 @@ def test_saving_what_was_loaded_gives_the_same_bits(kind, target, tmp_path):
     again = load_drafter(str(tmp_path / "b"), target)
     assert again.config == first.config
     assert drafter_config(config_json(first.config), "x") == first.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemma4_drafters(kind, tmp_path):
+    """Names and values survive; a drafter for other scales of embeddings or logits is refused."""
+    target = load_target(str(write_target(tmp_path / "target", decoder=GEMMA4)), dtype=jnp.float32)
+    first = load_drafter(str(write_drafter(tmp_path / "a", kind, decoder=GEMMA4)), target)
+    save_drafter(first, tmp_path / "b")
+    one, two = load_file(tmp_path / "a" / "model.safetensors"), load_file(tmp_path / "b" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    layer = {name.removeprefix("layers.0.") for name in one if name.startswith("layers.0.")}
+    assert {"layer_scalar", "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"} <= layer
+    assert "self_attn.v_proj.weight" not in layer and one["layers.0.layer_scalar"].shape == (1,)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["architectures"][0].startswith("Gemma4") and config["final_logit_softcapping"] == 4.0
+    assert load_drafter(str(tmp_path / "b"), target).config == first.config
+    rewrite(tmp_path / "b", final_logit_softcapping=30.0)
+    with pytest.raises(ValueError, match=r"final_logit_softcapping 30.0, target .* has 4.0"):
+        load_drafter(str(tmp_path / "b"), target)
+
+
+def test_a_qwen3_drafter_is_refused_for_a_gemma4_target(target, tmp_path):
+    gemma4 = dataclasses.replace(target, config=dataclasses.replace(target.config, embed_scale=24**0.5))
+    with pytest.raises(ValueError, match=r"made for embeddings scaled by 1.0, target .* has 4.89"):
+        load_drafter(str(write_drafter(tmp_path / "a", "dflash")), gemma4)
+    rewrite(tmp_path / "a", architectures=["Gemma4DSparkModel"])
+    with pytest.raises(ValueError, match="model_type 'qwen3' goes with Qwen3DSparkModel"):
+        load_drafter(str(tmp_path / "a"), target)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -49,7 +49,7 @@ def test_zero_init():
 
 
 def test_norm_multiplies_by_the_weight():
-    """Llama and Qwen3 convention; one plus the weight would give (1.69705, 3.39411) here."""
+    """Llama, Qwen3 and Gemma-4; one plus the weight (Gemma 2 and 3) would give (1.69705, 3.39411) here."""
     out = run(RMSNorm(0.0), {"weight": jnp.asarray([1.0, 2.0])}, jnp.asarray([3.0, 4.0]))
     np.testing.assert_allclose(out, [0.848528, 2.262742], rtol=1e-6)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from dspark_jax.nn.rope import inverse_frequencies, rotate
 
 DEFAULT = RopeConfig(theta=100.0)
 LINEAR = RopeConfig(theta=100.0, kind="linear", factor=8.0)
+PROPORTIONAL = RopeConfig(theta=100.0, kind="proportional", rotated=0.5)
 LLAMA3 = RopeConfig(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=512
 )
@@ -39,7 +41,20 @@ def test_llama3_band_by_band():
     assert seen == {"kept", "blended", "stretched"}
 
 
-@pytest.mark.parametrize("config", [DEFAULT, LINEAR, LLAMA3], ids=lambda c: c.kind)
+def test_proportional_by_hand():
+    """A quarter of 8 pairs turns, at the frequencies that the first two of 8 have anyway; the others stand still."""
+    config = RopeConfig(theta=10_000.0, kind="proportional", rotated=0.25)
+    np.testing.assert_allclose(inverse_frequencies(config, 16), [1, 10**-0.5, 0, 0, 0, 0, 0, 0], rtol=1e-6)
+    stretched = dataclasses.replace(config, factor=8.0)
+    np.testing.assert_allclose(inverse_frequencies(stretched, 16)[:2], [1 / 8, 10**-0.5 / 8], rtol=1e-6)
+    x = jnp.arange(16.0)[None, None]
+    out = rotate(x, jnp.asarray([5]), config)
+    still = [i for i in range(16) if i % 8 >= 2]
+    np.testing.assert_array_equal(out[0, 0, jnp.asarray(still)], still)
+    assert not np.allclose(out[0, 0, :2], x[0, 0, :2])
+
+
+@pytest.mark.parametrize("config", [DEFAULT, LINEAR, LLAMA3, PROPORTIONAL], ids=lambda c: c.kind)
 def test_rotation_pairs_the_halves(config):
     """Element i turns with element i + H/2, by position times frequency i; every head alike."""
     rng = np.random.default_rng(0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
+from safetensors.numpy import load_file, save_file
 
 from dspark_jax.huggingface import SafetensorsFolder, StoredTensor
 from dspark_jax.sharding import create_mesh, tree_shardings
@@ -44,6 +47,28 @@ def test_only_the_parts_of_devices_are_read(folder, monkeypatch):
     target = load_target(str(folder), mesh=mesh)
     parts = {x.shape: x.addressable_shards[0].data.size for x in jax.tree.leaves((target.params, target.tables))}
     assert reads and all(size <= parts[shape] for shape, size in reads)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path):
+    """Gemma-4 12B's layout: the decoder under `language_model`, the config under `text_config`, embedders beside it."""
+    plain = tiny_models.write_target(tmp_path / "plain", decoder=tiny_models.GEMMA4)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    tensors = load_file(plain / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    extra = {"model.embed_vision.patch_dense.weight": np.ones((3, 2), np.float32)}
+    save_file({**nested, **extra}, whole / "model.safetensors")
+    text = {**json.loads((plain / "config.json").read_text()), "model_type": "gemma4_unified_text"}
+    config = {"model_type": "gemma4_unified", "text_config": text, "vision_config": {}}
+    (whole / "config.json").write_text(json.dumps(config))
+    one, other = load_target(str(plain)), load_target(str(whole))
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    assert (other.tables.embed_scale, other.tables.soft_cap) == (24**0.5, 4.0)
+    assert other.tables.head is other.tables.embed
+    # Without the nesting, what is left over is an error as ever.
+    save_file({**tensors, **extra}, whole / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unknown tensors \['embed_vision.patch_dense.weight'\]"):
+        load_target(str(whole))
 
 
 def test_a_stored_tensor_gives_parts(folder):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,27 +12,32 @@ import pytest
 from random_models import VOCAB, WIDTH, random_target
 
 from dspark_jax.nn import run
-from dspark_jax.nn.attention import make_plan
+from dspark_jax.nn.attention import DENSE, make_plan
 from dspark_jax.nn.linear import RMSNorm
+from dspark_jax.nn.paged import PagedAttention
 from dspark_jax.target.transformer import check_tap_ids, create_caches, forward_ragged, forward_rows
 from dspark_jax.types import RaggedTokens, TargetTables
 
 LENGTH = 9
-TARGET = random_target()
+TARGET, GEMMA4 = random_target(), random_target(as_gemma4=True)
 
 
 def tokens(seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (2, LENGTH)), jnp.int32)
 
 
-@jax.jit
-def rows(params, ids, segments, positions):
-    return forward_rows(TARGET.config, params, TARGET.tables, ids, segments, positions, (-1, 0))
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, tables, ids, segments, positions, *, config):
+    return forward_rows(config, params, tables, ids, segments, positions, (-1, 0))
 
 
-def whole(ids):
+def rows(target, ids, segments, positions):
+    return forward(target.params, target.tables, ids, segments, positions, config=target.config)
+
+
+def whole(ids, target=TARGET):
     positions = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (2, 1))
-    return rows(TARGET.params, ids, jnp.ones_like(ids), positions)
+    return rows(target, ids, jnp.ones_like(ids), positions)
 
 
 def test_br15_the_final_norm_comes_before_the_head():
@@ -41,25 +49,27 @@ def test_br15_the_final_norm_comes_before_the_head():
         return jax.nn.softmax(tables.logits(normed))
 
     np.testing.assert_allclose(law(1.0), [0.42976, 0.57024], atol=1e-5)
-    np.testing.assert_allclose(law(2.0), [0.36223, 0.63777], atol=1e-5)  # times the weight, not one plus it
+    # Gemma-4 multiplies by the weight; one plus it, as in Gemma 2 and 3, would give (.29974, .70026).
+    np.testing.assert_allclose(law(2.0), [0.36223, 0.63777], atol=1e-5)
     assert abs(float(law(1.0)[0]) - 0.26894) == pytest.approx(0.16082, abs=1e-5)
 
 
-def test_br15_rebuilt_teacher_equals_the_targets_own_argmax():
+@pytest.mark.parametrize("target", [TARGET, GEMMA4], ids=["llama", "gemma4"])
+def test_br15_rebuilt_teacher_equals_the_targets_own_argmax(target):
     """Distributions rebuilt from stored last hidden states, as in training, against cached one-token decoding."""
     ids = tokens()
-    stored = np.asarray(whole(ids).last_hidden)
-    rebuilt = TARGET.tables.logits(jnp.asarray(stored))
+    stored = np.asarray(whole(ids, target).last_hidden)
+    rebuilt = target.tables.logits(jnp.asarray(stored))
 
     @jax.jit
     def step(params, caches, tokens, position):
         batch = RaggedTokens(tokens=tokens, slots=jnp.arange(2), positions=jnp.full(2, position))
-        features, caches = forward_ragged(TARGET.config, params, TARGET.tables, caches, make_plan(batch, 2, 1), (-1, 0))
-        return features, TARGET.tables.logits(features.last_hidden), caches
+        features, caches = forward_ragged(target.config, params, target.tables, caches, make_plan(batch, 2, 1), (-1, 0))
+        return features, target.tables.logits(features.last_hidden), caches
 
-    caches, whole_taps = create_caches(TARGET.config, 2, LENGTH), whole(ids).taps
+    caches, whole_taps = create_caches(target.config, 2, LENGTH), whole(ids, target).taps
     for position in range(LENGTH):
-        features, logits, caches = step(TARGET.params, caches, ids[:, position], jnp.int32(position))
+        features, logits, caches = step(target.params, caches, ids[:, position], jnp.int32(position))
         np.testing.assert_array_equal(jnp.argmax(rebuilt[:, position], -1), jnp.argmax(logits, -1))
         np.testing.assert_allclose(rebuilt[:, position], logits, atol=1e-4)
         np.testing.assert_allclose(whole_taps[:, position], features.taps, atol=1e-4)
@@ -76,14 +86,15 @@ def test_taps_are_raw_layer_outputs_in_the_order_asked_for():
     np.testing.assert_allclose(swapped.taps, np.roll(taps, WIDTH, -1), atol=1e-5)
 
 
-def test_br10_packed_documents_equal_separate_ones():
+@pytest.mark.parametrize("target", [TARGET, GEMMA4], ids=["llama", "gemma4"])
+def test_br10_packed_documents_equal_separate_ones(target):
     """Rows of 4 + 5 tokens in one row, positions restarting, against each document alone; padding changes nothing."""
     ids = tokens()
     packed = jnp.concatenate([ids[0, :4], ids[1, :5]])[None]
     together = jnp.concatenate([packed, packed])
     segments = jnp.asarray([[1] * 4 + [2] * 5, [1] * 4 + [0] * 5])
     positions = jnp.tile(jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), (2, 1))
-    got, alone = rows(TARGET.params, together, segments, positions).last_hidden, whole(ids).last_hidden
+    got, alone = rows(target, together, segments, positions).last_hidden, whole(ids, target).last_hidden
     np.testing.assert_allclose(got[0, :4], alone[0, :4], atol=1e-5)
     np.testing.assert_allclose(got[0, 4:], alone[1, :5], atol=1e-5)
     np.testing.assert_allclose(got[1, :4], alone[0, :4], atol=1e-5)
@@ -99,6 +110,19 @@ def test_taps_that_are_refused(layer):
     with pytest.raises(ValueError, match=rf"cannot tap layer {layer} of a target with 2 layers: allowed are -1"):
         check_tap_ids(TARGET.config, (0, layer))
     check_tap_ids(TARGET.config, (-1, 0))
+
+
+def test_layers_have_caches_of_their_own_shape():
+    """Gemma-4: two K/V heads of width 6 where a layer sees a window, one of width 12 where it sees all."""
+    config, paged = dataclasses.replace(GEMMA4.config, num_kv_heads=2), PagedAttention(page_size=4)
+    shapes = lambda attention: [jax.tree.leaves(x)[0].shape for x in create_caches(config, 3, 8, attention=attention)]
+    assert shapes(DENSE) == [(3, 2, 8, 6), (3, 1, 8, 12)]
+    assert shapes(paged) == [(6, 4, 4, 128), (6, 4, 2, 128)]  # keys and values side by side, as wide as the lanes
+    wide = dataclasses.replace(config.full_attention, head_dim=200)
+    config = dataclasses.replace(config, full_attention=wide)
+    assert config.widest_head == 200 and shapes(DENSE)[1] == (3, 1, 8, 200)
+    with pytest.raises(ValueError, match="heads of up to 128, found 200: use dense attention"):
+        shapes(paged)
 
 
 def test_embedding_scale_and_soft_cap():

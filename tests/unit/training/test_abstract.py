@@ -29,9 +29,10 @@ def test_known_targets_have_their_published_sizes(name, published):
     assert parameter_count(target.params) + table * (1 if config.tie_word_embeddings else 2) == published
 
 
+@pytest.mark.parametrize("as_gemma4", [False, True], ids=["llama", "gemma4"])
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3", "mtp"])
-def test_a_step_over_shapes_is_laid_out_like_a_run(kind):
-    config, target = tiny_config(kind, accumulation=2, batch_size=8), tiny_target()
+def test_a_step_over_shapes_is_laid_out_like_a_run(kind, as_gemma4):
+    config, target = tiny_config(kind, accumulation=2, batch_size=8), tiny_target(as_gemma4=as_gemma4)
     mesh = create_mesh(data=2, fsdp=2)
     step = abstract_step(config, abstract_target("tiny", target.config, jnp.float32), mesh)
     assert step.batch.tokens.shape == (2, 4, 16) and step.batch.row_ids.shape == (2, 4)
@@ -39,6 +40,7 @@ def test_a_step_over_shapes_is_laid_out_like_a_run(kind):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), step.target_params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), target.params
     )
+    assert (step.tables.embed_scale, step.tables.soft_cap) == (target.tables.embed_scale, target.tables.soft_cap)
     # What is traced is what runs: every product of the model is in it.
     assert traced_flops(step.trace()) >= model_flops(config, target.config).total * 0.9
 
@@ -68,6 +70,17 @@ def test_model_flops_by_hand():
     assert found.drafter == 6 * drafter
     assert found.loss == 2 * slots * v * (3 * d + 3 * rank)
     assert layer_weights(KNOWN_TARGETS["Qwen/Qwen3-4B"]) == 100_925_440
+
+
+def test_model_flops_of_two_kinds_of_layers_by_hand():
+    """Gemma-4, rows of 16 tokens: two layers with a window of 5, two with one wide head whose keys are its values."""
+    found = model_flops(tiny_config(), tiny_target(as_gemma4=True).config)
+    tokens, slots, d, mlp = 4 * 16, 4 * 4 * 3, 16, 3 * 16 * 24
+    sliding = d * (16 + 2 * 8) + 16 * d + mlp + 2 * 16 * (5 - 25 / 32)
+    full = d * (32 + 16) + 32 * d + mlp + 2 * 32 * 8
+    assert found.target == 2 * tokens * 2 * (sliding + full)
+    drafted = d * (32 + 16) + 32 * d + 3 * d * 16 + 2 * 32 * (8 + 3)
+    assert found.drafter == 6 * (slots * drafted + tokens * (2 * d * d + d * 16))
 
 
 def test_dflash_asks_the_target_for_no_logits():

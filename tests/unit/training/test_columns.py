@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dspark_jax.training.columns import SampledVocabulary, draw_columns, frequent_tokens
 from dspark_jax.training.vocab_loss import SlotWeights, vocab_loss
@@ -34,8 +35,10 @@ def loss(hidden, markov, w2, columns=None, **rest):
     )[0]
 
 
-def test_all_columns_give_the_exact_loss_and_gradients():
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_all_columns_give_the_exact_loss_and_gradients(cap):
     c = case()
+    c["tables"] = c["tables"].replace(soft_cap=cap)
     columns = draw_columns(jax.random.key(1), c["labels"], (), V, V)
     exact = jax.value_and_grad(lambda h, m, w: loss(h, m, w, **rest(c)), (0, 1, 2))
     drawn = jax.value_and_grad(lambda h, m, w: loss(h, m, w, columns, **rest(c)), (0, 1, 2))

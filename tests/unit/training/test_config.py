@@ -27,6 +27,16 @@ def test_the_drafter_follows_its_target(kind):
     assert config.block_size == (1 if kind == "mtp" else 3)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3", "mtp"])
+def test_a_gemma4_drafter_has_its_targets_layers(kind):
+    """All of them see the whole text: they have the shape of the target's full-attention layers."""
+    target = tiny_target(as_gemma4=True).config
+    decoder = drafter_config(tiny_config(kind), target).decoder
+    own = {"num_layers": 1, "intermediate_size": 16, "layer_types": ("full_attention",), "tie_word_embeddings": False}
+    assert decoder == dataclasses.replace(target, **own)
+    assert decoder.attention(0) == target.attention(1) != target.attention(0) and decoder.window(0) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

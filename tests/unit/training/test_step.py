@@ -11,8 +11,10 @@ import pytest
 from training_setup import tiny_config, tiny_corpus, tiny_target
 
 from dspark_jax.data.pipeline import BatchSource
+from dspark_jax.nn.decoder import is_constant
 from dspark_jax.sharding import activation_sharding, create_mesh, tree_shardings
 from dspark_jax.target.transformer import forward_rows
+from dspark_jax.training.optimizer import OptimizerConfig
 from dspark_jax.training.setup import create_step
 from dspark_jax.training.step import init_state
 
@@ -26,9 +28,9 @@ def parts(batch, count):
     return jax.tree.map(lambda x: np.asarray(x).reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
-def one_step(config, batch, *, mesh=None, times=1, params=True):
+def one_step(config, batch, *, mesh=None, times=1, params=True, target=None):
     """Run steps on one batch from the initial state; returns (state before, state after, metrics)."""
-    target = tiny_target()
+    target = target or tiny_target()
     step = create_step(config, target, 10)
     mesh = mesh or create_mesh(data=1)
     with jax.set_mesh(mesh):
@@ -116,6 +118,23 @@ def test_other_drafters_learn(kind):
     later = one_step(config, batch, times=8)[2]
     assert later.loss < first.loss
     assert float(later.terms.blocks) == float(first.terms.blocks) > 0
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3", "mtp"])
+def test_gemma4_drafters_learn_and_keep_their_layer_scalars(kind):
+    """Everything else moves, also by weight decay alone; the constants of the layers do not, to the last bit."""
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0.2, weight_decay=0.1)
+    config, target = tiny_config(kind, optimizer=optimizer), tiny_target(as_gemma4=True)
+    batch = first_batch(config)
+    before, after, first = one_step(config, batch, target=target)
+    later = one_step(config, batch, times=8, target=target)[2]
+    assert first.applied and later.loss < first.loss
+    constants = 0
+    flat, _ = jax.tree_util.tree_flatten_with_path(before.params)
+    for (path, old), new in zip(flat, jax.tree.leaves(after.params), strict=True):
+        assert np.array_equal(old, new) == is_constant(path), path
+        constants += is_constant(path)
+    assert constants == 1
 
 
 def test_mtp_learns_the_targets_distribution_after_the_next_token():

@@ -16,12 +16,13 @@ B, A, G, D, R, V = 2, 7, 3, 5, 3, 17
 TERMS = ("cross_entropy", "total_variation", "soft_cross_entropy")
 
 
-def dense_losses(hidden, markov, w2, target_hidden, head, labels):
-    """(nll, tv, soft nll) of every slot from all logits at once."""
-    logits = hidden @ head.T if markov is None else hidden @ head.T + markov @ w2.T
-    log_draft = jax.nn.log_softmax(logits)
+def dense_losses(hidden, markov, w2, target_hidden, head, labels, cap=None):
+    """(nll, tv, soft nll) of every slot from all logits at once; a cap bounds the base logits alone."""
+    capped = (lambda x: x) if cap is None else (lambda x: cap * jnp.tanh(x / cap))
+    logits = capped(hidden @ head.T)
+    log_draft = jax.nn.log_softmax(logits if markov is None else logits + markov @ w2.T)
     nll = -jnp.take_along_axis(log_draft, labels[..., None], axis=-1)[..., 0]
-    teacher = jax.nn.softmax(target_hidden @ head.T)
+    teacher = jax.nn.softmax(capped(target_hidden @ head.T))
     return nll, jnp.abs(jnp.exp(log_draft) - teacher).sum(-1), -(teacher * log_draft).sum(-1)
 
 
@@ -35,14 +36,14 @@ def case(seed=0):
 
 
 @functools.lru_cache
-def reference():
+def reference(cap=None):
     """Dense value, per-slot losses and gradients by hidden, markov state and W2, with all three terms on."""
     (hidden, markov, w2, target), head, labels, weights = case()
 
     @jax.jit
     def run(hidden, markov, w2):
         def loss(*args):
-            slots = dense_losses(*args, target, head, labels)
+            slots = dense_losses(*args, target, head, labels, cap)
             return sum(jnp.sum(w * x) for w, x in zip(weights.values(), slots, strict=True)), slots
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(hidden, markov, w2)
@@ -50,13 +51,13 @@ def reference():
     return run(hidden, markov, w2)
 
 
-def chunked(chunk, dtype=jnp.float32):
+def chunked(chunk, dtype=jnp.float32, cap=None):
     (hidden, markov, w2, target), head, labels, weights = case()
 
     @jax.jit
     def run(hidden, markov, w2):
         def loss(*args):
-            tables = TargetTables(embed=head, head=head)
+            tables = TargetTables(embed=head, head=head, soft_cap=cap)
             return vocab_loss(*args, target, labels, tables, SlotWeights(**weights), chunk=chunk, dtype=dtype)
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(hidden, markov, w2)
@@ -64,11 +65,12 @@ def chunked(chunk, dtype=jnp.float32):
     return run(hidden, markov, w2)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 16])
-def test_equals_the_dense_loss(chunk):
-    """Chunks that divide the seven anchors, that do not, and that are larger than them."""
-    (value, slots), gradients = chunked(chunk)
-    (expected, (nll, tv, soft)), expected_gradients = reference()
+def test_equals_the_dense_loss(chunk, cap):
+    """Chunks that divide the seven anchors, that do not, and that are larger than them; logits reach beyond the cap."""
+    (value, slots), gradients = chunked(chunk, cap=cap)
+    (expected, (nll, tv, soft)), expected_gradients = reference(cap)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for ours, theirs in ((slots.nll, nll), (slots.tv, tv), (slots.soft_nll, soft)):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -76,9 +78,10 @@ def test_equals_the_dense_loss(chunk):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_bfloat16_products():
-    (value, slots), gradients = chunked(3, jnp.bfloat16)
-    (expected, (nll, _, _)), expected_gradients = reference()
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_bfloat16_products(cap):
+    (value, slots), gradients = chunked(3, jnp.bfloat16, cap)
+    (expected, (nll, _, _)), expected_gradients = reference(cap)
     assert slots.nll.dtype == jnp.float32
     np.testing.assert_allclose(value, expected, rtol=1e-2)
     np.testing.assert_allclose(slots.nll, nll, atol=0.1)
@@ -87,16 +90,18 @@ def test_bfloat16_products():
         np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("term", TERMS)
-def test_each_term_alone_without_a_sequential_head(term):
+def test_each_term_alone_without_a_sequential_head(term, cap):
     (hidden, _, _, target), head, labels, weights = case()
-    tables = TargetTables(embed=head, head=head)
+    tables = TargetTables(embed=head, head=head, soft_cap=cap)
 
     @jax.jit
     def run(hidden):
         one = SlotWeights(**{term: weights[term]})
         loss = lambda h: vocab_loss(h, None, None, target, labels, tables, one, chunk=4)[0]
-        dense = lambda h: jnp.sum(weights[term] * dense_losses(h, None, None, target, head, labels)[TERMS.index(term)])
+        slots = lambda h: dense_losses(h, None, None, target, head, labels, cap)[TERMS.index(term)]
+        dense = lambda h: jnp.sum(weights[term] * slots(h))
         return jax.value_and_grad(loss)(hidden), jax.value_and_grad(dense)(hidden)
 
     (value, gradient), (expected, expected_gradient) = run(hidden)
@@ -197,11 +202,11 @@ def test_top_1_agreement_is_with_the_target():
         assert slots.correct.item() == expected
 
 
-def test_soft_caps_are_refused():
-    tables = TargetTables(embed=jnp.eye(2), head=jnp.eye(2), soft_cap=30.0)
-    one = jnp.ones((1, 1, 1))
-    with pytest.raises(ValueError, match="soft-cap"):
-        vocab_loss(
-            jnp.ones((1, 1, 1, 2)), None, None, None, jnp.zeros((1, 1, 1), jnp.int32), tables,
-            SlotWeights(cross_entropy=one),
-        )  # fmt: skip
+def test_a_cap_bounds_base_logits_and_not_the_bias():
+    """Cap 1, base logits (3, 0), bias (0, 2): tanh 3 against 2, not tanh 3 against tanh 2 and not tanh of the sum."""
+    tables = TargetTables(embed=jnp.eye(2), head=jnp.eye(2), soft_cap=1.0)
+    at = lambda *x: jnp.asarray(x, jnp.float32).reshape(1, 1, 1, -1)
+    one = SlotWeights(cross_entropy=jnp.ones((1, 1, 1)))
+    label = jnp.zeros((1, 1, 1), jnp.int32)
+    value, _ = vocab_loss(at(3, 0), at(1), jnp.asarray([[0.0], [2.0]]), None, label, tables, one)
+    assert value == pytest.approx(np.log1p(np.exp(2 - np.tanh(3))), rel=1e-5)
