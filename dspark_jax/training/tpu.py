@@ -125,5 +125,7 @@ def out_of_memory(error: Exception) -> str | None:
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
         return None
-    sentence = re.search(r"Used \S+ of \S+ hbm\.( Exceeded hbm capacity by [\d.]+\w?\.)?", text)
+    used = r"Used \S+ of \S+ hbm\.( Exceeded hbm capacity by [\d.]+\w?\.)?"
+    required = r"total memory required for .*? \(\S+\) exceeds available HBM \(\S+\)"
+    sentence = re.search(f"{used}|{required}", text)
     return sentence[0] if sentence else text.splitlines()[0]

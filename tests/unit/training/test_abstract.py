@@ -118,6 +118,8 @@ def test_the_compilers_words_on_memory():
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (19.99G) exceeds available HBM (15.75G). HLO module: jit_train."
     )
-    assert out_of_memory(RuntimeError(recent)) == recent
+    assert out_of_memory(RuntimeError(recent)) == (
+        "total memory required for HLO temporaries (19.99G) exceeds available HBM (15.75G)"
+    )
     assert out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: vmem")) == "RESOURCE_EXHAUSTED: vmem"
     assert out_of_memory(RuntimeError("INTERNAL: Mosaic failed")) is None
