@@ -168,7 +168,7 @@ def replay(
     """Walk traces through a policy.
 
     Args:
-        traces: recorded blocks; each request in flight walks one from a random block on, around its end.
+        traces: recorded blocks; each request in flight walks all of them from a random block on.
         policy: what decides; its own curves are not looked at.
         curve: seconds of a round that drafts, by rows; it must reach `concurrency` whole blocks.
         plain: seconds of a round that drafts nothing.
@@ -181,10 +181,9 @@ def replay(
         Rates under the curve.
     """
     rng = np.random.default_rng(seed)
-    walks = [
-        _Walk(traces[i], int(rng.integers(len(traces[i].accepted))))
-        for i in rng.integers(len(traces), size=concurrency)
-    ]
+    # Answer after answer, from a random block on.
+    blocks = Trace(np.concatenate([t.confidence for t in traces]), np.concatenate([t.accepted for t in traces]))
+    walks = [_Walk(blocks, int(start)) for start in rng.integers(len(blocks.accepted), size=concurrency)]
     decide = _Decision(policy, curve, plain, concurrency, traces[0].confidence.shape[1])
     seconds = tokens = rows = drafts = accepted = 0.0
     for _ in range(steps):
@@ -209,7 +208,7 @@ def replay(
 
 
 class _Walk:
-    """A request in flight: a place in a trace."""
+    """A slot of the engine: a place in what was recorded."""
 
     def __init__(self, trace: Trace, at: int):
         self._trace, self._survival, self._at = trace, trace.survival, at
