@@ -57,12 +57,14 @@ def load_figure(rows: Sequence[LoadRow]) -> Figure:
     """Throughput and rows a request against concurrency."""
     figure = new_figure(width=9.0, height=3.8)
     throughput, budget = figure.subplots(1, 2)
+    loads = sorted({r.concurrency for r in rows})
     for system, some, look in _systems(rows):
         load = [r.concurrency for r in some]
         throughput.plot(load, [r.throughput for r in some], label=system, **look)
         budget.plot(load, [r.budget / r.concurrency for r in some], **look)
     for axes, label in ((throughput, "tokens a second"), (budget, "verified rows of a request and round")):
         axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [str(c) for c in loads])
         axes.set_xlabel("requests in flight")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
