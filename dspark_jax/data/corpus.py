@@ -142,8 +142,11 @@ def write_corpus(folder: Path, rows: Iterable[TokenizedRow], summary: Callable[[
                 domains.append(row.domain)
                 lengths.append(len(row.tokens))
                 source_index.append(row.source_index)
-        numbers = {"lengths": np.asarray(lengths, np.int64), "source_index": np.asarray(source_index, np.int64)}
-        np.savez(unfinished / ROW_ARRAYS, **numbers)
+        np.savez(
+            unfinished / ROW_ARRAYS,
+            lengths=np.asarray(lengths, np.int64),
+            source_index=np.asarray(source_index, np.int64),
+        )
         names = {"ids": ids, "domains": domains, "summary": summary()}
         (unfinished / ROW_NAMES).write_text(json.dumps(names), encoding="utf-8")
 

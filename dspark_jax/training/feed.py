@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ class Feed:
         self.source = source
         self._layout = activation_sharding(mesh, "accumulated_rows")
         self._numbers = np.arange(source.batch_size).reshape(parts, -1)
-        indices = self._layout.addressable_devices_indices_map(self._numbers.shape).values()
+        indices: Any = self._layout.addressable_devices_indices_map(self._numbers.shape).values()
         # The same columns of every part: a part's rows lie on the devices as those of any other.
         self._columns = np.unique(np.concatenate([self._numbers[0][index[1]] for index in indices]))
         self.places = self._numbers[:, self._columns].reshape(-1)
@@ -49,7 +50,7 @@ class Feed:
         def put(x: np.ndarray) -> jax.Array:
             parts = x.reshape(len(self._numbers), len(self._columns), *x.shape[1:])
 
-            def read(index: tuple[slice, ...]) -> np.ndarray:
+            def read(index: Any) -> np.ndarray:
                 # A device's rows are neighbours, so this is a view.
                 wanted = self._numbers[0][index[1]]
                 first = int(np.searchsorted(self._columns, wanted[0]))
