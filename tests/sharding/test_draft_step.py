@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_setup import VOCAB, tiny_config, tiny_target
+from training_setup import KINDS, VOCAB, tiny_config, tiny_target
 
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.engine.abstract import abstract_round
@@ -19,9 +19,9 @@ from dspark_jax.target.loading import parameter_shapes
 from dspark_jax.training.collectives import collectives
 from dspark_jax.training.config import drafter_config
 
-SLOTS, TENSOR = 5, 4
+SLOTS, TENSOR, RANK = 5, 4, 6
 TARGET = tiny_target(num_heads=4, num_kv_heads=2)
-DRAFTER = drafter_config(tiny_config(), TARGET.config)
+DRAFTER = drafter_config(tiny_config(drafter=dataclasses.replace(KINDS["dspark"][0], markov_rank=RANK)), TARGET.config)
 FUNCTIONS = functions_for(DRAFTER)
 
 
@@ -61,11 +61,14 @@ def in_scan(text):
 
 def test_split_tables_exchange_rows_and_choices_once_a_token():
     text, _ = drafted("split")
-    # The table row of the last token, and each device's likeliest token: nothing as wide as the vocabulary.
-    assert [(x.kind, x.shape) for x in sorted(in_scan(text), key=str)] == [
+    found = in_scan(text)
+    # The table row of the last token, and each device's likeliest token with its logit: nothing as wide as the
+    # vocabulary.
+    assert {(x.kind, x.shape) for x in found} == {
         ("all-gather", (SLOTS, TENSOR)),
-        ("all-reduce", (SLOTS, DRAFTER.markov_rank)),
-    ]
+        ("all-reduce", (SLOTS, RANK)),
+    }
+    assert len(found) <= 3, [str(x) for x in found]
 
 
 def test_replicated_tables_gather_logits_once_a_block():
@@ -77,7 +80,7 @@ def test_replicated_tables_gather_logits_once_a_block():
 
 def test_layouts_draft_the_same_blocks():
     _, one = drafted("split", 1)
-    assert len(set(one.tokens.reshape(-1).tolist())) > 5
+    assert len(set(one.tokens.reshape(-1).tolist())) > 2
     for layout in ("split", "replicated"):
         _, many = drafted(layout)
         np.testing.assert_array_equal(many.tokens, one.tokens)

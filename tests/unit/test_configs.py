@@ -67,7 +67,7 @@ def test_a_file_loads_and_its_drafter_fits_its_target(path):
 def test_qwen3_files_hold_the_recipe(path):
     config = load_config(path)
     _, size, kind = path.stem.split("_")
-    assert config.target == f"Qwen/Qwen3-{size.upper()}" and config.data == (Path(f"data/qwen3_{size}_train.jsonl"),)
+    assert config.target == f"Qwen/Qwen3-{size.upper()}" and config.data == (f"data/qwen3_{size}_train.jsonl",)
     assert (config.batch_size, config.sequence_length, config.epochs, config.packed) == (512, 4096, 10, False)
     assert config.optimizer == OptimizerConfig() and config.optimizer.learning_rate == 6e-4
     assert (config.optimizer.warmup, config.optimizer.clip, config.optimizer.weight_decay) == (0.04, 1.0, 0.0)
@@ -108,7 +108,7 @@ def test_gemma4_files_hold_the_recipe_with_the_releases_taps(path):
     """Line by line the same kind's Qwen3 file, but for target, taps, mask token and folders."""
     kind = path.stem.rpartition("_")[2]
     config, qwen3 = load_config(path), load_config(path.with_name(f"qwen3_4b_{kind}.py"))
-    own = {"target": "google/gemma-4-12B-it", "data": (Path("data/gemma4_12b_train.jsonl"),), "output": config.output}
+    own = {"target": "google/gemma-4-12B-it", "data": ("data/gemma4_12b_train.jsonl",), "output": config.output}
     drafter = dataclasses.replace(qwen3.drafter, taps=(5, 17, 29, 41, 46), mask_token_id=config.drafter.mask_token_id)
     assert config == dataclasses.replace(qwen3, drafter=drafter, **own)
     assert config.drafter.mask_token_id == (None if kind == "eagle3" else 4)
