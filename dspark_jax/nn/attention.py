@@ -7,7 +7,6 @@ not know whether they run whole rows or a ragged batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,17 +54,16 @@ def heads_first_attention(
         scale: factor on the scores.
     """
     lead, (queries, heads, width) = q.shape[:-3], q.shape[-3:]
-    kv_heads, keys = k.shape[-3:-1]
-    batch = math.prod(lead) * kv_heads
-    grouped = q.reshape(*lead, queries, kv_heads, heads // kv_heads, width)
-    grouped = jnp.moveaxis(grouped, -4, -2).reshape(batch, heads // kv_heads * queries, width)
-    k, v = k.reshape(batch, keys, width), v.reshape(batch, keys, width)
-    scores = jnp.einsum("bqh,bmh->bqm", grouped, k, preferred_element_type=jnp.float32) * scale
-    scores = scores.reshape(*lead, kv_heads, heads // kv_heads, queries, keys)
+    kv_heads, group = k.shape[-3], heads // k.shape[-3]
+    # Heads stay a dimension of their own: merged with others they could not stay split over devices.
+    grouped = jnp.moveaxis(q.reshape(*lead, queries, kv_heads, group, width), -4, -2)
+    grouped = grouped.reshape(*lead, kv_heads, group * queries, width)
+    scores = jnp.einsum("...kqh,...kmh->...kqm", grouped, k, preferred_element_type=jnp.float32) * scale
+    scores = scores.reshape(*lead, kv_heads, group, queries, -1)
     weights, total, _ = masked_exponentials(scores, mask[..., None, None, :, :])
-    weights = weights.astype(v.dtype).reshape(batch, -1, keys)
-    out = jnp.einsum("bqm,bmh->bqh", weights, v, preferred_element_type=jnp.float32)
-    out = out.reshape(*lead, kv_heads, heads // kv_heads, queries, width) / total
+    weights = weights.astype(v.dtype).reshape(*lead, kv_heads, group * queries, -1)
+    out = jnp.einsum("...kqm,...kmh->...kqh", weights, v, preferred_element_type=jnp.float32)
+    out = out.reshape(*lead, kv_heads, group, queries, width) / total
     return jnp.moveaxis(out, -2, -4).reshape(q.shape).astype(q.dtype)
 
 

@@ -71,6 +71,12 @@ def test_split_tables_exchange_rows_and_choices_once_a_token():
     assert len(found) <= 3, [str(x) for x in found]
 
 
+def test_split_caches_stay_where_they_are():
+    """Two K/V heads over two devices: nothing of four dimensions, which caches and scores have, is exchanged."""
+    text, _ = drafted("split", 2)
+    assert not [str(x) for x in collectives(text) if len(x.shape) > 3]
+
+
 def test_replicated_tables_gather_logits_once_a_block():
     text, _ = drafted("replicated")
     assert not in_scan(text), [str(x) for x in in_scan(text)]
