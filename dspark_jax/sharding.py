@@ -37,6 +37,7 @@ REPLICATED_MARKOV = ((r"markov_head/markov_w[12]/weight$", P()), *PARAMETERS)
 
 ACTIVATIONS: dict[str, P] = {
     "whole": P(),
+    "block_logits": P(None, None, "tensor"),
     "rows": P(("data", "fsdp")),
     "accumulated_rows": P(None, ("data", "fsdp")),
     "head": P("tensor", None),

@@ -143,10 +143,13 @@ class DSparkFunctions:
         )
         hidden = hidden.reshape(slots, block_size, -1)
         base_logits = tables.logits(hidden, self.dtype)
+        if self.gather_logits:
+            # In two steps: else the head is gathered, not what it gives.
+            base_logits = constrain(constrain(base_logits, "block_logits"), "whole")
         tokens, previous, probs = sample_block(
             self.config,
             params,
-            constrain(base_logits, "whole") if self.gather_logits else base_logits,
+            base_logits,
             hidden,
             anchors,
             chooser(sampling, keys, lengths),
