@@ -8,7 +8,7 @@ above EAGLE-3's and 18.3 % above DFlash's.
 Mesh by slice, with the 512 rows of a step in 32 parts of 16 rows, so that a checkpoint moves between all of them
 (a target of 14.8 billion parameters, 30 GB in bfloat16, is divided by `fsdp`):
 
-    v5e 4x4      16 chips   --mesh.fsdp 16   1 row a chip at a time
+    v5e 4x4      16 chips   --mesh.fsdp 8 --mesh.tensor 2 --accumulation 64   1 row on two chips at a time
     v6e 2x4       8 chips   --mesh.fsdp 8    2 rows (the setting below)
     v5p 2x2x1     4 chips   --mesh.fsdp 4    4 rows
     tpu7x 2x2x1   8 cores   --mesh.fsdp 8    2 rows
