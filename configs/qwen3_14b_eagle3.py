@@ -5,7 +5,7 @@
 498,094,336 parameters; taps 1, 10, 19, 28, 37 of 40 layers. Published, not reproduced here: DSpark's accepted lengths
 are 30.0 % above this drafter's.
 
-Mesh and rows by slice as in `qwen3_14b_dspark`: `--mesh.fsdp 8` (the setting) on v6e 2x4 and tpu7x
+Mesh and rows by slice as in `qwen3_14b_dspark`: tensor 2 on v5e 4x4, `--mesh.fsdp 8` (the setting) on v6e 2x4 and tpu7x
 2x2x1, 4 on v5p 2x2x1; 512 rows in 32 parts.
 """
 
