@@ -170,7 +170,8 @@ def load_corpus(
 def _tokenizer_settings(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """All that decides how text becomes tokens."""
     backend = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
-    return [backend, tokenizer.chat_template, transformers.__version__, tokenizers.__version__]
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}  # templates may write them
+    return [backend, tokenizer.chat_template, special, transformers.__version__, tokenizers.__version__]
 
 
 def _tokenized_rows(

@@ -13,7 +13,7 @@ from dspark_jax.spec.schedule import CostCurve, choose_capacity
 REQUEST_RATE, USUAL_RATE, FORGETTING = 0.3, 0.02, 0.03
 """How far one report moves a request's forecast, and that of all; how far a step without one moves the former back.
 
-A block says little of the next but one: the correlation is 0.3. Chosen by replaying recorded answers (`bench replay`).
+A block says little of the next but one, so none weighs much. The values were chosen by hand on a few recorded answers.
 """
 
 
