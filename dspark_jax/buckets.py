@@ -24,16 +24,6 @@ def pick(ladder: Sequence[int], size: int, what: str) -> int:
     raise ValueError(f"{what} of {size} does not fit the largest bucket {ladder[-1]} of {tuple(ladder)}")
 
 
-def cut(ladder: Sequence[int], size: int) -> list[int]:
-    """Cut `size` into chunks that each fit a rung: as many of the largest as needed, then the rest.
-
-    Example: `cut((16, 32), 33) == [32, 1]`.
-    """
-    largest = ladder[-1]
-    whole, rest = divmod(size, largest)
-    return [largest] * whole + ([rest] if rest else [])
-
-
 def rungs(limit: int, *, first: int, ratio: float) -> tuple[int, ...]:
     """Ladder from `first` to exactly `limit`, each rung at most `ratio` times the one before.
 

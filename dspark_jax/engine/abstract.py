@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
-from dspark_jax.engine.compiled import prompt_chunk
 from dspark_jax.engine.layout import check_mesh, state_shardings
+from dspark_jax.engine.prompts import empty_chunk
 from dspark_jax.engine.requests import MAX_STOP_TOKENS
 from dspark_jax.engine.state import Limits, Memory, Slots, Weights
 from dspark_jax.engine.steps import Steps
@@ -64,7 +64,7 @@ class AbstractRound:
     def lower_step(self, rows: int, chunk: int) -> jax.stages.Lowered:
         """Verify so many rows (0 for none) beside so many prompt tokens (0 for none)."""
         step = jax.jit(functools.partial(self.steps.step, rows=rows), donate_argnums=(1, 2))
-        prompt = prompt_chunk([], 0, 0, chunk) if chunk else None
+        prompt = empty_chunk((chunk,), chunk, self.steps.slots) if chunk else None
         with jax.set_mesh(self.mesh):
             draft = jax.eval_shape(self.steps.propose, self.weights, self.slots, self.memory, self.limits)[1]
             return step.lower(self.weights, self.slots, self.memory, draft if rows else None, prompt)

@@ -13,14 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.prompts import empty_chunk
 from dspark_jax.engine.requests import MAX_STOP_TOKENS, Request
 from dspark_jax.engine.state import Admission, Chunk, Draft, Limits, Memory, Report, Slots, Weights
 from dspark_jax.engine.steps import Steps
 
 MODES = ("greedy", "plain", "filtered")
 """Sampling modes; each also serves the requests of those before it."""
-CHUNK_LADDER = (32, 128)
-"""Prompt tokens of a step."""
 
 
 class CompiledSteps:
@@ -107,12 +106,13 @@ class CompiledSteps:
         def idle() -> Slots:
             return dataclasses.replace(jax.tree.map(jnp.copy, slots), done=jnp.ones_like(slots.done))
 
+        widths = sorted({width for _, width in shapes if width})
         for mode in modes:
             draft = None
             if self.steps.drafter is not None:
                 memory, draft = self.propose(idle(), memory, mode, 0)
             for rows, width in shapes:
-                chunk = self._nobodys_chunk(width) if width else None
+                chunk = empty_chunk(widths, width, self.steps.slots) if width else None
                 if rows == 0 or draft is None or (rows, width) in undrafted:
                     _, memory, _ = self.step(idle(), memory, mode, None, chunk, rows)
                 if rows and draft is not None:
@@ -122,18 +122,13 @@ class CompiledSteps:
         self.end(idle(), 0)
         return memory, PROGRAMS.count - before
 
-    def _nobodys_chunk(self, width: int) -> Chunk:
-        """A prompt chunk without tokens, in a slot that does not exist."""
-        values: dict[str, Any] = {"slot": np.int32(self.steps.slots), "ends": np.bool_(False)}
-        return dataclasses.replace(prompt_chunk([], 0, 0, width), **values)
-
     def _limits(self, capacity: int) -> Limits:
         values: dict[str, Any] = {"threshold": self.threshold, "capacity": np.int32(capacity), "seconds": self.seconds}
         return Limits(**values)
 
     def _step(self, rows: int, mode: str, args: tuple[Any, ...], diagnostics: bool = False) -> Any:
         *_, draft, chunk = args
-        name = ("step", rows, 0 if chunk is None else chunk.tokens.shape[0] - 1, draft is not None, diagnostics)
+        name = ("step", rows, (0, 0) if chunk is None else chunk.tokens.shape, draft is not None, diagnostics)
         step = functools.partial(self.steps.step, rows=rows, diagnostics=diagnostics)
         return self._program(name, mode, step, (1, 2), *args)
 
@@ -157,17 +152,6 @@ _NEUTRAL = {
 def in_mode(slots: Slots, mode: str) -> Slots:
     """The slots for a program of a sampling mode."""
     return dataclasses.replace(slots, sampling=dataclasses.replace(slots.sampling, mode=mode))
-
-
-def prompt_chunk(prompt: list[int], slot: int, begin: int, width: int) -> Chunk:
-    """Up to `width` tokens of a prompt; a fresh array, since the device may still read the last one."""
-    tokens = np.zeros(width + 1, np.int32)
-    part = prompt[begin : begin + width + 1]
-    tokens[: len(part)] = part
-    count = min(len(prompt) - begin, width)
-    ends = begin + count == len(prompt)
-    values: dict[str, Any] = {"slot": np.int32(slot), "start": np.int32(begin), "count": np.int32(count)}
-    return Chunk(tokens=cast(Any, tokens), ends=cast(Any, np.bool_(ends)), **values)
 
 
 def admission(request: Request, slot: int) -> Admission:

@@ -1,9 +1,9 @@
 """Continuous batching: requests come and go while the device works, and every step is filled with what pays.
 
-A step runs the anchors of all running requests, the drafts its policy keeps and a chunk of one waiting prompt as one
-ragged batch, padded to a bucket. The host only plans: shapes, who enters, which prompt is next. It plans from reports
-two steps old and so never waits for the device inside a step; a request that has ended is noticed late, and what the
-device did for its slot meanwhile is nothing.
+A step runs the anchors of all running requests, the drafts its policy keeps and the next parts of waiting prompts as
+one ragged batch, padded to a bucket. The host only plans: shapes, who enters, which prompts are next. It plans from
+reports two steps old and so never waits for the device inside a step; a request that has ended is noticed late, and
+what the device did for its slot meanwhile is nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.compiled import MODES, CompiledSteps
 from dspark_jax.engine.layout import check_mesh
 from dspark_jax.engine.policies import policy_curves, policy_shape
+from dspark_jax.engine.prompts import CHUNK_LADDER, next_chunk
 from dspark_jax.engine.requests import Prompt, Request, check_request
 from dspark_jax.engine.results import Committed, FinishName, Generation, Statistics, Timings
 from dspark_jax.engine.scheduling import Scheduling
@@ -42,11 +43,11 @@ class EngineFull(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
-    """A dispatched step: its report, whose requests sat in the slots, and which slot's first token it draws."""
+    """A dispatched step: its report, whose requests sat in the slots, and which slots' first tokens it draws."""
 
     report: Report
     owners: tuple[Request | None, ...]
-    first: int | None
+    firsts: frozenset[int]
     chunk_rows: int
 
 
@@ -61,7 +62,7 @@ class Engine:
         policy: how much of each block is verified; None verifies whole blocks (without a drafter: nothing).
         row_ladder: numbers of rows that anchors and drafts of a step are padded to; None makes one.
         mixed_ladder: those of steps that also carry a prompt chunk; None takes every second one.
-        chunk_ladder: prompt tokens of a step are padded to one of these.
+        chunk_ladder: prompt tokens of a step are padded to one of these; several prompts may share them.
         max_queue: requests that may wait for a slot; None for no limit.
         lag: steps the host plans ahead of the reports it has read; 0 waits for every step.
         attention: how the target attends over its caches; None takes what the devices are best at.
@@ -271,22 +272,17 @@ class Engine:
                 self.requests[slot] = running = request
         return events
 
-    def _next_chunk(self) -> tuple[Chunk | None, int | None]:
-        """The next part of the longest-waiting prompt, and the slot whose first token it draws."""
-        waiting = [(r.id, slot, r) for slot, r in enumerate(self.requests) if r is not None and not r.prompt_done]
+    def _next_chunk(self) -> tuple[Chunk | None, frozenset[int]]:
+        """The next parts of the prompts that have waited longest, and the slots whose first tokens they draw."""
+        waiting = [(slot, r) for slot, r in enumerate(self.requests) if r is not None and not r.prompt_done]
         if not waiting:
-            return None, None
-        _, slot, request = min(waiting)
-        begin = request.cursor
-        count = min(len(request.prompt) - begin, self.chunk_ladder[-1])
-        width = buckets.pick(self.chunk_ladder, count, "prompt chunk")
-        request.cursor += count
-        return prompt_chunk(request.prompt, slot, begin, width), slot if request.prompt_done else None
+            return None, frozenset()
+        return next_chunk(sorted(waiting, key=lambda w: w[1].id), self.chunk_ladder, len(self.requests))
 
     def _dispatch(self) -> bool:
         """Send the next step to the device; returns whether there was anything to do."""
         running = [r for r in self.requests if r is not None and r.prompt_done]
-        chunk, first = self._next_chunk()
+        chunk, firsts = self._next_chunk()
         if not running and chunk is None:
             return False
         mode = self._mode()
@@ -296,10 +292,10 @@ class Engine:
         self.slots, self.memory, report = self.programs.step(self.slots, self.memory, mode, draft, chunk, rows)
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
-        chunk_rows = 0 if chunk is None else int(chunk.count)
-        self.in_flight.append(_InFlight(report, tuple(self.requests), first, chunk_rows))
+        chunk_rows = 0 if chunk is None else int(np.sum(chunk.counts))
+        self.in_flight.append(_InFlight(report, tuple(self.requests), firsts, chunk_rows))
         self.statistics.steps += 1
-        self.statistics.rows += rows + (0 if chunk is None else chunk.tokens.shape[0] - 1)
+        self.statistics.rows += rows + (0 if chunk is None else chunk.tokens.size)
         self.statistics.verify_budget += rows
         self.statistics.verify_steps += rows > 0
         self.statistics.prompt_steps += chunk is not None
@@ -340,10 +336,10 @@ class Engine:
             for slot, owner in enumerate(flight.owners):
                 if owner is None or owner.finish_reason is not None:
                     continue
-                tokens = owner.take(report, slot, first=slot == flight.first)
+                tokens = owner.take(report, slot, first=slot in flight.firsts)
                 if not tokens:
                     continue
-                if self.scheduling is not None and report.survival is not None and slot != flight.first:
+                if self.scheduling is not None and report.survival is not None and slot not in flight.firsts:
                     self.scheduling.report(owner.id, report.survival[slot])
                 events.append(Committed(owner.id, tuple(tokens), owner.finish_reason))
                 self.statistics.tokens += len(tokens)
@@ -351,7 +347,7 @@ class Engine:
                     self._finish(owner)
                     if self.requests[slot] is owner:
                         self.requests[slot] = None
-            ran = sum(1 for slot, count in enumerate(report.count) if count and slot != flight.first)
+            ran = sum(1 for slot, count in enumerate(report.count) if count and slot not in flight.firsts)
             drafts = int(np.sum(report.proposed))
             self.statistics.real_rows += ran + drafts + flight.chunk_rows
             self.statistics.drafts += drafts

@@ -13,8 +13,9 @@ import numpy as np
 
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.compiled import CHUNK_LADDER, MODES, CompiledSteps, prompt_chunk
+from dspark_jax.engine.compiled import MODES, CompiledSteps
 from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.prompts import CHUNK_LADDER, next_chunk
 from dspark_jax.engine.requests import Prompt, Request, check_request, whole
 from dspark_jax.engine.results import Generation, Timings
 from dspark_jax.engine.state import Chunk, Draft, Report, Weights
@@ -173,20 +174,17 @@ class _Batch:
         return [request.generation(timings) for request in self.requests]
 
     def _prefill(self) -> None:
-        """Run the prompts one after another, each of which draws its first token."""
-        reports: list[tuple[int, Report]] = []
-        for slot, request in enumerate(self.requests):
+        """Run the prompts, each of which draws its first token."""
+        for request in self.requests:
             if request.budget == 0:
                 request.finish("length")
-                continue
-            for count in buckets.cut(CHUNK_LADDER, len(request.prompt)):
-                width = buckets.pick(CHUNK_LADDER, count, "prompt chunk")
-                chunk = prompt_chunk(request.prompt, slot, request.cursor, width)
-                request.cursor += count
-                report = self._step(None, chunk, rows=0)
-            reports.append((slot, report))
-        for slot, report in reports:
-            self.requests[slot].take(jax.device_get(report), slot, first=True)
+        reports: list[tuple[frozenset[int], Report]] = []
+        while waiting := [(i, r) for i, r in enumerate(self.requests) if r.finish_reason is None and not r.prompt_done]:
+            chunk, firsts = next_chunk(waiting, CHUNK_LADDER, self.programs.steps.slots)
+            reports.append((firsts, self._step(None, chunk, rows=0)))
+        for firsts, report in jax.device_get(reports):
+            for slot in firsts:
+                self.requests[slot].take(report, slot, first=True)
 
     def _round(self) -> None:
         """Draft and verify in every slot that runs."""

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.draft.contract import Drafter
-from dspark_jax.engine.compiled import prompt_chunk
 from dspark_jax.engine.engine import Engine
+from dspark_jax.engine.prompts import empty_chunk
 from dspark_jax.engine.state import Draft, Report, Slots
 from dspark_jax.files import atomic_write, fingerprint
 from dspark_jax.spec.schedule import CostCurve, Fixed
@@ -219,7 +219,15 @@ class _Bench:
 
     def prompt(self, width: int) -> float:
         """Seconds of a step that runs a prompt chunk of so many tokens in slot 0, and nothing else."""
-        engine, chunk = self.engine, prompt_chunk([0] * width, 0, 0, width)
+        engine = self.engine
+        chunk = empty_chunk(engine.chunk_ladder, width, engine.steps.slots)
+        count, segment = chunk.tokens.shape
+        fields: dict[str, Any] = {
+            "slots": np.zeros(count, np.int32),
+            "starts": segment * np.arange(count, dtype=np.int32),
+            "counts": np.full(count, segment, np.int32),
+        }
+        chunk = dataclasses.replace(chunk, **fields)
 
         def call(fresh: Slots) -> Report:
             _, engine.memory, report = engine.programs.step(fresh, engine.memory, "greedy", None, chunk, 0)

@@ -79,22 +79,24 @@ class Admission:
 
 @struct.dataclass
 class Chunk:
-    """The next part of one prompt.
+    """The next parts of waiting prompts, in segments of one width; those of one prompt stand in order.
 
     Attributes:
-        tokens: prompt tokens from `start` on and the one after them, `[P + 1]`: a drafter may pair each token's
-            features with the token that follows, also where the next chunk begins.
-        slot: whose prompt.
-        start: position of the first token.
-        count: tokens in this chunk, at most P.
-        ends: the prompt ends with them, so the first token of the response is drawn.
+        tokens: prompt tokens, `[n, W]`; all segments of a prompt are full but its last.
+        following: the prompt token after each: a drafter may pair each token's features with the token that follows,
+            also where the next segment begins.
+        slots: whose prompt a segment is of, `[n]`; S for nobody's.
+        starts: position of each segment's first token.
+        counts: tokens of each segment.
+        ends: segments that their prompt ends with, so the first token of the response is drawn.
     """
 
-    tokens: Int[Array, "P1"]
-    slot: Int[Array, ""]
-    start: Int[Array, ""]
-    count: Int[Array, ""]
-    ends: Bool[Array, ""]
+    tokens: Int[Array, "n W"]
+    following: Int[Array, "n W"]
+    slots: Int[Array, "n"]
+    starts: Int[Array, "n"]
+    counts: Int[Array, "n"]
+    ends: Bool[Array, "n"]
 
 
 @struct.dataclass

@@ -1,4 +1,4 @@
-"""The device programs of decoding: admission, proposal, and steps over anchors, drafts and a prompt chunk.
+"""The device programs of decoding: admission, proposal, and steps over anchors, drafts and prompts.
 
 All are pure functions of (parameters, state, inputs) with static shapes. The host picks shapes and reads reports; what
 a request's text depends on (seed, settings, budget, stop tokens, lengths) lives on the device.
@@ -36,7 +36,7 @@ class _Questions:
         row_of: row of the anchor and of each draft token of a slot; out of range where there is none.
         row_slots: slot of each row.
         positions: position of each slot's first row here.
-        lengths: tokens run, the prompt chunk included, before anything is accepted.
+        lengths: tokens run, the prompts' included, before anything is accepted.
         judged: slots that get a token.
     """
 
@@ -169,12 +169,12 @@ class Steps:
         rows: int,
         diagnostics: bool = False,
     ) -> tuple[Slots, Memory, Report]:
-        """Run anchors, kept drafts and a prompt chunk through the target at once; verify, commit, extend the drafter.
+        """Run anchors, kept drafts and parts of prompts through the target at once; verify, commit, extend the drafter.
 
         Args:
             weights, slots, memory: as everywhere.
             draft: what `propose` gave for the same state; None for plain decoding and for `rows` = 0.
-            chunk: part of a prompt; None for none.
+            chunk: parts of prompts; None for none.
             rows: rows for anchors and drafts (static); 0 runs the chunk alone. A slot whose rows do not fit waits.
             diagnostics: report analytic accept rates of the drafts too (static), for one more pass over the vocabulary.
         """
@@ -254,23 +254,25 @@ class Steps:
         features: TargetFeatures,
         chunk: Chunk | None,
     ) -> _Questions:
-        """Which rows the head is asked about: all that decode, and of a chunk only the prompt's last.
+        """Which rows the head is asked about: all that decode, and of a chunk only the last of each segment.
 
-        The latter joins as a block without drafts, in the slot whose prompt it ends.
+        Where a prompt ends, it joins as a block without drafts, in that prompt's slot.
         """
         hidden, rows = features.last_hidden, decode.slots.shape[0]
         assert hidden is not None  # the target always gives it
         if chunk is None:
             return _Questions(hidden, row_of, decode.slots, slots.lengths, slots.lengths, active)
-        last, here = chunk.start + chunk.count - 1, jnp.arange(self.slots) == chunk.slot
-        first = here & chunk.ends
+        segments, width = chunk.tokens.shape
+        segment = jnp.arange(segments, dtype=jnp.int32)
+        last, ending = chunk.starts + chunk.counts - 1, jnp.where(chunk.ends, chunk.slots, self.slots)
+        last_rows = jnp.take(hidden, rows + segment * width + chunk.counts - 1, axis=0, mode="clip")
         return _Questions(
-            hidden=jnp.concatenate([hidden[:rows], hidden[rows + chunk.count - 1][None]]),
-            row_of=jnp.where(first[:, None] & (jnp.arange(row_of.shape[1]) == 0), rows, row_of),
-            row_slots=jnp.concatenate([decode.slots, chunk.slot[None]]),
-            positions=jnp.where(first, last, slots.lengths),
-            lengths=jnp.where(here, last + 1, slots.lengths),
-            judged=active | first,
+            hidden=jnp.concatenate([hidden[:rows], last_rows]),
+            row_of=row_of.at[ending, 0].set(rows + segment, mode="drop"),
+            row_slots=jnp.concatenate([decode.slots, ending]),
+            positions=slots.lengths.at[ending].set(last, mode="drop"),
+            lengths=slots.lengths.at[chunk.slots].max(last + 1, mode="drop"),
+            judged=active.at[ending].set(True, mode="drop"),
         )
 
     def _decode_rows(
@@ -300,14 +302,14 @@ class Steps:
     def _plan(self, decode: RaggedTokens, chunk: Chunk | None, depth: int) -> RaggedPlan:
         if chunk is None:
             return make_plan(decode, self.slots, depth)
-        width = chunk.tokens.shape[0] - 1
-        q = jnp.arange(width, dtype=jnp.int32)
+        q = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
+        slots = jnp.where(q < chunk.counts[:, None], chunk.slots[:, None], self.slots)
         batch = RaggedTokens(
-            tokens=jnp.concatenate([decode.tokens, chunk.tokens[:-1]]),
-            slots=jnp.concatenate([decode.slots, jnp.where(q < chunk.count, chunk.slot, self.slots)]),
-            positions=jnp.concatenate([decode.positions, chunk.start + q]),
+            tokens=jnp.concatenate([decode.tokens, chunk.tokens.ravel()]),
+            slots=jnp.concatenate([decode.slots, slots.ravel()]),
+            positions=jnp.concatenate([decode.positions, (chunk.starts[:, None] + q).ravel()]),
         )
-        return make_plan(batch, self.slots, depth, chunk=width)
+        return make_plan(batch, self.slots, depth, segments=(chunk.tokens.shape[0], q.shape[0]))
 
     def _following(self, decode: RaggedTokens, proposal, result, slots: Slots, chunk: Chunk | None) -> Int[Array, "T"]:
         """The committed token after each row (anything after rows that do not count)."""
@@ -319,9 +321,9 @@ class Steps:
         following = after.at[decode.slots, offset].get(mode="fill", fill_value=0)
         if chunk is None:
             return following
-        at_end = chunk.ends & (jnp.arange(chunk.tokens.shape[0] - 1) == chunk.count - 1)
-        drawn = jnp.take(result.next_token, chunk.slot, mode="clip")
-        return jnp.concatenate([following, jnp.where(at_end, drawn, chunk.tokens[1:])])
+        at_end = chunk.ends[:, None] & (jnp.arange(chunk.tokens.shape[1]) == chunk.counts[:, None] - 1)
+        drawn = jnp.take(result.next_token, chunk.slots, mode="clip")
+        return jnp.concatenate([following, jnp.where(at_end, drawn[:, None], chunk.following).ravel()])
 
 
 def top2_gap(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:

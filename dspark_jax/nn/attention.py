@@ -38,35 +38,6 @@ Attend = Callable[[AttentionSpec, Array, Array, Array, Any], tuple[Array, Any]]
 """`attend(spec, q[..., N, H], k[..., K, H], v[..., K, H], cache) -> (out[..., N, H], cache)`."""
 
 
-def heads_first_attention(
-    q: Float[Array, "... Q N H"],
-    k: Float[Array, "... K M H"],
-    v: Float[Array, "... K M H"],
-    mask: Bool[Array, "... Q M"],
-    scale: float,
-) -> Float[Array, "... Q N H"]:
-    """Grouped-query softmax attention in float32; a query that sees no key yields 0.
-
-    Args:
-        q: queries; the N heads are K groups of N/K neighbours.
-        k, v: keys and values, heads first, as caches are stored.
-        mask: True where a query may see a key; broadcast over heads.
-        scale: factor on the scores.
-    """
-    lead, (queries, heads, width) = q.shape[:-3], q.shape[-3:]
-    kv_heads, group = k.shape[-3], heads // k.shape[-3]
-    # Heads stay a dimension of their own: merged with others they could not stay split over devices.
-    grouped = jnp.moveaxis(q.reshape(*lead, queries, kv_heads, group, width), -4, -2)
-    grouped = grouped.reshape(*lead, kv_heads, group * queries, width)
-    scores = jnp.einsum("...kqh,...kmh->...kqm", grouped, k, preferred_element_type=jnp.float32) * scale
-    scores = scores.reshape(*lead, kv_heads, group, queries, -1)
-    weights, total, _ = masked_exponentials(scores, mask[..., None, None, :, :])
-    weights = weights.astype(v.dtype).reshape(*lead, kv_heads, group * queries, -1)
-    out = jnp.einsum("...kqm,...kmh->...kqh", weights, v, preferred_element_type=jnp.float32)
-    out = out.reshape(*lead, kv_heads, group, queries, width) / total
-    return jnp.moveaxis(out, -2, -4).reshape(q.shape).astype(q.dtype)
-
-
 def masked_exponentials(
     scores: Float[Array, "*lead M"], mask: Bool[Array, "*#lead #M"]
 ) -> tuple[Float[Array, "*lead M"], Float[Array, "*lead 1"], Float[Array, "*lead 1"]]:
@@ -126,6 +97,65 @@ class KVCache:
         return jax.lax.fori_loop(0, inside.astype(jnp.int32), store, self)
 
 
+KEY_BLOCK = 128
+"""Keys that attention over a cache works on at once."""
+
+
+def cache_attention(
+    q: Float[Array, "s Q N H"],
+    cache: KVCache,
+    lines: Int[Array, "s"] | None,
+    begin: Int[Array, "s Q"],
+    end: Int[Array, "s Q"],
+    scale: float,
+) -> Float[Array, "s Q N H"]:
+    """Grouped-query softmax attention in float32 over runs of cached keys; a query that sees no key yields 0.
+
+    A loop over blocks of keys, from the first that anyone sees to the last: what a cache holds room for costs nothing.
+    Blocks that a query does not see leave its result as it is, to the last bit.
+
+    Args:
+        q: queries; the N heads are K groups of N/K neighbours.
+        cache: keys and values.
+        lines: slot of each line of queries; None where they are all slots in order.
+        begin, end: a query sees its slot's keys from `begin` up to and not including `end`.
+        scale: factor on the scores.
+    """
+    count, queries, heads, width = q.shape
+    kv_heads, length = cache.k.shape[1:3]
+    group, block = heads // kv_heads, min(KEY_BLOCK, length)
+    # Heads stay a dimension of their own: merged with others they could not stay split over devices.
+    grouped = jnp.moveaxis(q.reshape(count, queries, kv_heads, group, width), 1, 3)
+    grouped = grouped.reshape(count, kv_heads, group * queries, width)
+
+    def read(x: Array, at: Array) -> Array:
+        x = jax.lax.dynamic_slice_in_dim(x, at, block, axis=2)
+        return x if lines is None else jnp.take(x, lines, axis=0, mode="clip")
+
+    def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, out = carry
+        at = jnp.minimum(i * block, length - block)  # the last block may begin inside the one before
+        k, v = read(cache.k, at), read(cache.v, at)
+        key = at + jnp.arange(block, dtype=jnp.int32)
+        mask = (key >= jnp.maximum(begin, i * block)[..., None]) & (key < end[..., None])
+        scores = jnp.einsum("skqh,skmh->skqm", grouped, k, preferred_element_type=jnp.float32) * scale
+        scores = scores.reshape(count, kv_heads, group, queries, block)
+        scores = jnp.where(mask[:, None, None], scores, NOTHING)
+        highest = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - highest), jnp.exp(peak - highest)
+        part = weights.astype(v.dtype).reshape(count, kv_heads, group * queries, block)
+        part = jnp.einsum("skqm,skmh->skqh", part, v, preferred_element_type=jnp.float32)
+        total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+        return highest, total, out * shrink + part.reshape(out.shape)
+
+    nothing = jnp.zeros((count, kv_heads, group, queries, 1), jnp.float32)
+    start = (nothing + NOTHING / 10, nothing, jnp.zeros((*nothing.shape[:-1], width), jnp.float32))
+    first, last = jnp.min(jnp.where(begin < end, begin, length)) // block, -(-jnp.max(end) // block)
+    _, total, out = jax.lax.fori_loop(first, last, turn, start)
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+
+
 @struct.dataclass
 class Region:
     """A run of rows that attend together, as the `[s, Q]` rectangle of their slots.
@@ -168,33 +198,34 @@ def make_plan(
     rows_per_slot: int,
     visible: Int[Array, "T"] | None = None,
     *,
-    chunk: int = 0,
+    segments: tuple[int, int] = (0, 0),
 ) -> RaggedPlan:
     """Compute the rectangles of a ragged batch once per forward.
 
     Args:
-        batch: rows of a slot contiguous, consecutive positions, padding last (before the chunk and in it).
+        batch: rows of a slot contiguous, consecutive positions, padding last (before the segments and in each).
         num_slots: S.
         rows_per_slot: Q, at least the number of rows of any slot (static: part of the bucket).
         visible: override of what each row sees; by default a row sees itself and all before it.
-        chunk: the last so many rows are a prompt chunk of one slot, a rectangle of its own: S x chunk queries for the
-            sake of one slot would be wasted.
+        segments: (n, W): the last n W rows are prompt segments of W rows, each of one slot and each a line of a second
+            rectangle: the first would need as many queries for every slot.
 
     Example, slots [0, 1, 1, 2] with S = 2 and Q = 2 gives row_of [[0, 4], [1, 2]] and offset [0, 0, 1, 0].
     """
-    total = batch.slots.shape[0]
+    total, (count, width) = batch.slots.shape[0], segments
+    begin = total - count * width
     regions: list[Region] = []
-    if total > chunk:
-        regions.append(_slots_region(batch.slots[: total - chunk], num_slots, rows_per_slot, total))
-    if chunk:
-        slots, q = batch.slots[total - chunk :], jnp.arange(chunk, dtype=jnp.int32)
+    if begin:
+        regions.append(_slots_region(batch.slots[:begin], num_slots, rows_per_slot, total))
+    if count:
+        slots, q = batch.slots[begin:], jnp.arange(count * width, dtype=jnp.int32)
         inside = slots < num_slots
         regions.append(
             Region(
-                slots=slots[:1],
-                row_of=jnp.where(inside, total - chunk + q, total)[None],
-                line=jnp.where(inside, 0, 1),
-                offset=q,
+                slots=slots[::width],
+                row_of=jnp.where(inside, begin + q, total).reshape(count, width),
+                line=jnp.where(inside, q // width, count),
+                offset=q % width,
             )
         )
     causal = visible is None
@@ -217,17 +248,13 @@ def cache_attend(plan: RaggedPlan) -> Attend:
     positions = plan.batch.positions
 
     def attend_region(region: Region, spec: AttentionSpec, q: Array, cache: KVCache) -> Array:
-        lines = region.slots
-        if lines is not None:
-            cache = jax.tree.map(lambda x: jnp.take(x, lines, axis=0, mode="clip"), cache)
         rectangle = jnp.take(q, region.row_of, axis=0, mode="fill", fill_value=0)
-        until = jnp.take(plan.visible, region.row_of, mode="fill", fill_value=0)
-        key = jnp.arange(cache.k.shape[2], dtype=jnp.int32)
-        mask = key[None, None, :] < until[:, :, None]
+        end = jnp.take(plan.visible, region.row_of, mode="fill", fill_value=0)
+        begin = jnp.zeros_like(end)
         if spec.window is not None:
             at = jnp.take(positions, region.row_of, mode="fill", fill_value=0)
-            mask &= key[None, None, :] > at[:, :, None] - spec.window
-        out = heads_first_attention(rectangle, cache.k, cache.v, mask, spec.scale)
+            begin = jnp.maximum(at - spec.window + 1, 0)
+        out = cache_attention(rectangle, cache, region.slots, begin, end, spec.scale)
         return out.at[region.line, region.offset].get(mode="fill", fill_value=0)
 
     def attend(spec: AttentionSpec, q, k, v, cache: KVCache):

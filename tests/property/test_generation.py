@@ -12,9 +12,11 @@ import pytest
 from random_models import KINDS, UNTRAINED, VOCAB, random_drafter, random_target
 
 from dspark_jax.engine import generate as engine
-from dspark_jax.engine.compiled import CompiledSteps, prompt_chunk
+from dspark_jax.engine.compiled import CompiledSteps
 from dspark_jax.engine.generate import generate
 from dspark_jax.engine.programs import PROGRAMS
+from dspark_jax.engine.prompts import next_chunk
+from dspark_jax.engine.requests import Request
 from dspark_jax.engine.state import Draft, Weights
 from dspark_jax.engine.steps import Steps
 from dspark_jax.target.transformer import forward_rows
@@ -148,6 +150,7 @@ def test_a_numpy_seed_counts_up_like_an_int():
 
 
 WIDTHS, NEW, PROMPT = range(1, 9), 20, 4
+STOPS = np.full(1, -1, np.int32)
 
 
 @functools.lru_cache
@@ -166,7 +169,9 @@ def verified_run(width):
     texts: list[list[int]] = []
     prefill, verify = (jax.jit(functools.partial(steps.step, rows=rows)) for rows in (0, 3 * width))
     for slot in range(3):
-        chunk = prompt_chunk(PROMPTS[3][:PROMPT], slot, 0, PROMPT)
+        request = Request(slot, PROMPTS[3][:PROMPT], NEW, {}, "greedy", 0, STOPS)
+        chunk, firsts = next_chunk([(slot, request)], (PROMPT,), 3)
+        assert firsts == {slot}
         slots, memory, report = prefill(weights, slots, memory, None, chunk)
         texts.append([int(report.tokens[slot, 0])])
     known = None if width == 1 else verified_run(1)[0][0]

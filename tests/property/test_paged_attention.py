@@ -20,13 +20,15 @@ from dspark_jax.types import RaggedTokens
 
 SLOTS, LENGTH, WIDTH = 3, 13, 6
 PAGED = PagedAttention(page_size=4, pages_per_block=2, rows_per_block=4)
-# Each batch: the slots of eight rows and of a chunk of four, and the first position of each run of a slot.
+# Each batch: the slots of eight rows and of two prompt segments of two, and the first position of each run of a slot.
 BATCHES = (
     ([0, 0, 0, 0, 0, 3, 2, 2], [1, 1, 1, 1], [0, 0, 0]),
     ([3, 3, 3, 3, 3, 3, 3, 3], [1, 1, 1, 3], [4]),
     ([0, 0, 0, 2, 3, 3, 3, 3], [1, 1, 3, 3], [5, 2, 7]),
     ([3, 3, 3, 3, 3, 3, 3, 3], [3, 3, 3, 3], []),
     ([3, 3, 1, 3, 3, 3, 3, 3], [3, 3, 3, 3], [9]),
+    ([2, 2, 3, 3, 3, 3, 3, 3], [0, 3, 1, 1], [3, 8, 9]),
+    ([3, 3, 3, 3, 3, 3, 3, 3], [2, 2, 0, 3], [5, 9]),
 )
 
 
@@ -61,7 +63,7 @@ def outputs(backend, heads, kv_heads, spec, dtype=jnp.float32):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(cache, batch, *qkv):
-        return backend.attend(make_plan(batch, SLOTS, 5, chunk=4))(spec, *qkv, cache)
+        return backend.attend(make_plan(batch, SLOTS, 5, segments=(2, 2)))(spec, *qkv, cache)
 
     rng, cache, outs = np.random.default_rng(0), create(), []
     for rows, chunk, firsts in BATCHES:

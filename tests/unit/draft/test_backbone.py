@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax.draft.backbone import gather_rows, training_attend
 from dspark_jax.draft.eagle3 import shift_left
-from dspark_jax.nn.attention import AttentionSpec, heads_first_attention
+from dspark_jax.nn.attention import AttentionSpec
 from dspark_jax.nn.intervals import DENSE_INTERVALS
 
 
@@ -38,8 +38,12 @@ def test_context_and_block_equal_a_dense_mask(window):
         attend = training_attend(*(jnp.asarray(x) for x in (anchors, keep, segments)), size, DENSE_INTERVALS)
         ours, _ = attend(AttentionSpec(scale=0.4, window=window), q, k, v, context)
         flat = lambda x: x.reshape(rows, 3 * size, -1, width)
-        keys, values = (jnp.concatenate([c, flat(x)], 1).swapaxes(1, 2) for c, x in zip(context, (k, v), strict=True))
-        return flat(ours), heads_first_attention(flat(q), keys, values, jnp.asarray(dense), 0.4)
+        keys, values = (
+            jnp.repeat(jnp.concatenate([c, flat(x)], 1), heads // kv_heads, axis=2)
+            for c, x in zip(context, (k, v), strict=True)
+        )
+        scores = jnp.where(dense[:, None], jnp.einsum("bqnh,bmnh->bnqm", flat(q), keys) * 0.4, -jnp.inf)
+        return flat(ours), jnp.einsum("bnqm,bmnh->bqnh", jax.nn.softmax(scores, axis=-1), values)
 
     ours, theirs = both(q, k, v, context)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -7,12 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.nn.attention import (
-    AttentionSpec,
-    KVCache,
-    cache_attend,
-    make_plan,
-)
+from dspark_jax.nn import attention
+from dspark_jax.nn.attention import AttentionSpec, KVCache, cache_attend, cache_attention, make_plan
 from dspark_jax.nn.intervals import DENSE_INTERVALS, rows_attend
 from dspark_jax.types import RaggedTokens
 
@@ -33,9 +29,14 @@ def test_plan_with_slots_out_of_order_and_absent():
     np.testing.assert_array_equal(plan.regions[0].offset, [0, 1, 0, 0, 0])
 
 
+@pytest.mark.parametrize("block", [2, 4, 128])
 @pytest.mark.parametrize("window", [None, 3])
-def test_ragged_chunks_over_a_cache_equal_whole_rows(window):
-    """Two slots fed in chunks of 4 and 2 with padding between calls, against causal attention over the whole row."""
+def test_ragged_chunks_over_a_cache_equal_whole_rows(window, block, monkeypatch):
+    """Two slots fed in chunks of 4 and 2 with padding between calls, against causal attention over the whole row.
+
+    The cache's 9 positions are whole blocks of keys, and not.
+    """
+    monkeypatch.setattr(attention, "KEY_BLOCK", block)
     rng = np.random.default_rng(1)
     length, spec = 6, AttentionSpec(scale=0.4, window=window)
     q, k, v = (jnp.asarray(rng.normal(size=(2, length, heads, 5)), jnp.float32) for heads in (4, 2, 2))
@@ -60,6 +61,25 @@ def test_ragged_chunks_over_a_cache_equal_whole_rows(window):
                 out[n * count : (n + 1) * count], whole[slot, start : start + count], atol=1e-5, err_msg=f"slot {slot}"
             )
     assert not np.any(np.asarray(cache.k)[2]) and not np.any(np.asarray(cache.k)[:, :, length:]), "padding wrote a row"
+
+
+def test_blocks_of_keys_that_only_others_see_change_nothing(monkeypatch):
+    """Not one bit, on either side; a query without keys gets zeros."""
+    monkeypatch.setattr(attention, "KEY_BLOCK", 4)
+    rng = np.random.default_rng(2)
+    cache = KVCache(*(jnp.asarray(rng.normal(size=(2, 2, 14, 8)), jnp.float32) for _ in range(2)))
+    q = jnp.asarray(rng.normal(size=(2, 3, 4, 8)), jnp.float32)
+
+    @jax.jit
+    def attend(begin, end):
+        return cache_attention(q, cache, None, jnp.asarray(begin), jnp.asarray(end), 0.3)
+
+    mine, begin = [5, 6, 0], [4, 4, 0]
+    alone = attend([begin, [4, 4, 4]], [mine, [5, 5, 5]])
+    among_others = attend([begin, [0, 2, 0]], [mine, [14, 3, 14]])
+    np.testing.assert_array_equal(alone[0], among_others[0])
+    assert not np.any(alone[0, 2]) and np.all(np.abs(alone[0, :2]) > 0)
+    assert not np.any(attend([begin, [3, 3, 3]], [[0, 0, 0], [3, 3, 3]])), "nobody sees anything"
 
 
 def test_cache_drops_what_does_not_fit():
