@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 
 from dspark_jax.config import spread_layer_ids
+from dspark_jax.data.chat import ChatOptions
 from dspark_jax.data.conversations import IngestOptions, load_corpus
 from dspark_jax.data.target_cache import size_estimate
 from dspark_jax.files import cache_dir
@@ -33,6 +34,7 @@ class CacheCommand:
         output: folder of the cache; an unfinished one is continued.
         target: `smollm2-135m`, a path or a hub name.
         taps: tapped layers; by default five spread over the depth.
+        chat: how conversations become text.
         max_length: tokens kept of a conversation.
         dtype: type of the forward pass (features are stored as bfloat16 either way).
         max_minutes: finish the cache with the rows written by then (a fair sample of the corpus).
@@ -43,6 +45,7 @@ class CacheCommand:
     output: Path
     target: str = "smollm2-135m"
     taps: tuple[int, ...] | None = None
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
     max_length: int = 4096
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_minutes: float | None = None
@@ -56,7 +59,7 @@ def main(command: CacheCommand) -> None:
     corpus, summary = load_corpus(
         command.data,
         target.tokenizer,
-        IngestOptions(max_length=command.max_length),
+        IngestOptions(max_length=command.max_length, chat=command.chat),
         vocab_size=target.config.vocab_size,
         store=cache_dir() / "corpora",
     )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
+from dspark_jax.data.chat import ChatOptions
 from dspark_jax.draft.loading import drafter_folder, load_drafter, write_temperatures
 from dspark_jax.evaluation.calibration import (
     Settings,
@@ -45,6 +46,7 @@ class CalibrateCommand:
 
     Attributes:
         target: `smollm2-135m`, a GGUF file, a model folder or a hub name.
+        chat: how conversations become prompts; as in the drafter's training.
         draft: shipped name, checkpoint folder or hub name of a drafter with a confidence head.
         tasks: JSONL files with `turns`, or folders of them, optionally as `domain=path`; every other prompt is fitted
             on, the rest checks. Without it, and without the next two: built-in prompts, which are far too few.
@@ -62,6 +64,7 @@ class CalibrateCommand:
     """
 
     target: str = "smollm2-135m"
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
     draft: str = "dspark"
     tasks: tuple[str, ...] = ()
     fit_tasks: tuple[str, ...] = ()
@@ -92,7 +95,7 @@ def run(command: CalibrateCommand, console: Console) -> int:
     if command.dtype == "float32" and jax.default_backend() != "cpu":
         # As in evaluation: accelerators round the operands of float32 products unless told not to.
         jax.config.update("jax_default_matmul_precision", "highest")
-    target = load_target(command.target, dtype=jnp.dtype(command.dtype))
+    target = load_target(command.target, dtype=jnp.dtype(command.dtype), chat=command.chat)
     drafter = load_drafter(command.draft, target)
     without_temperatures(drafter)  # refuses a drafter without the head before anything is decoded
     console.print(

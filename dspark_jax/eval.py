@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
+from dspark_jax.data.chat import ChatOptions
 from dspark_jax.draft.loading import shipped_drafters
 from dspark_jax.engine.drafters import find_drafter
 from dspark_jax.evaluation.figures import require_matplotlib
@@ -42,6 +43,7 @@ class EvalCommand:
 
     Attributes:
         target: `smollm2-135m`, a GGUF file, a model folder or a hub name.
+        chat: how conversations become prompts; as in the drafters' training.
         draft: shipped name, checkpoint folder or hub name; `ngram` for prompt lookup; `lm:` and a target's name or path
             for that language model. Repeat it for several. Without it: dspark, dflash and eagle3.
         tasks: JSONL files with `turns`, or folders of them, optionally as `domain=path`. Without it: built-in prompts.
@@ -59,6 +61,7 @@ class EvalCommand:
     """
 
     target: str = "smollm2-135m"
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     tasks: tuple[str, ...] = ()
     max_samples: int | None = None
@@ -89,7 +92,7 @@ def run(command: EvalCommand, console: Console) -> int:
     if command.dtype == "float32" and jax.default_backend() != "cpu":
         # Accelerators round the operands of float32 products unless told not to; the comparison below needs float32.
         jax.config.update("jax_default_matmul_precision", "highest")
-    target = load_target(command.target, dtype=jnp.dtype(command.dtype))
+    target = load_target(command.target, dtype=jnp.dtype(command.dtype), chat=command.chat)
     drafters = [find_drafter(name, target) for name in names]
     console.print(_introduction(command, len(prompts), names), highlight=False, soft_wrap=True)
     measurement = measure(target, drafters, prompts, settings)

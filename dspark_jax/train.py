@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mesh = create_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     # Where every device holds all of the target anyway, it stays on one until training: real decoding runs there.
     divided = config.mesh.fsdp * config.mesh.tensor > 1
-    target = load_target(config.target, dtype=jnp.dtype(config.dtype), mesh=mesh if divided else None)
-    options = IngestOptions(max_length=config.sequence_length, min_loss_tokens=config.min_loss_tokens)
+    target = load_target(config.target, dtype=jnp.dtype(config.dtype), mesh=mesh if divided else None, chat=config.chat)
+    options = IngestOptions(max_length=config.sequence_length, min_loss_tokens=config.min_loss_tokens, chat=config.chat)
     corpus, summary = load_corpus(
         config.data,
         target.tokenizer,

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from dspark_jax.bench.numbers import earlier_numbers, write_numbers
+from dspark_jax.data.chat import ChatOptions
 from dspark_jax.draft.loading import load_drafter
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.evaluation.figures import require_matplotlib
@@ -43,6 +44,7 @@ class Serve:
 
     Attributes:
         target: the target.
+        chat: how conversations become prompts; as in the drafters' training.
         draft: the drafter with a confidence head.
         baseline: a second drafter, verified whole; None for none.
         tasks: prompt files or folders; the built-in prompts by default.
@@ -54,6 +56,7 @@ class Serve:
     """
 
     target: str = "smollm2-135m"
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
     draft: str = "dspark"
     baseline: str | None = None
     tasks: tuple[str, ...] = ()
@@ -100,7 +103,7 @@ def bench_serve(command: Serve) -> dict[str, Any]:
     if command.plots is not None:
         require_matplotlib()
     earlier = earlier_numbers(command, ("load.concurrency", "plots", "traces"))
-    target = load_target(command.target, dtype=jnp.float32)
+    target = load_target(command.target, dtype=jnp.float32, chat=command.chat)
     drafter = load_drafter(command.draft, target)
     systems = [ServingSystem("plain", None, NoDraft())]
     if command.baseline is not None:

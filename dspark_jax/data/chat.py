@@ -41,14 +41,14 @@ class ChatOptions:
             empty think block) counts as answer.
         assistant_prefix: put in front of assistant texts that lack it, never supervised (Gemma's empty thought
             channel); evaluation prompts get it too.
-        template_kwargs: further variables for the template, such as `enable_thinking`.
+        template_kwargs: further variables for the template, such as `enable_thinking False`.
     """
 
     system_prompt: str | None = None
     supervise_trailing_newline: bool = False
     supervise_template_additions: bool = False
     assistant_prefix: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, bool | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,7 @@ class _Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions):
         self.tokenizer = tokenizer
         self.options = options
+        self.variables: dict[str, Any] = dict(options.template_kwargs)
         self.name = _name(tokenizer)
         special = [str(x) for x in tokenizer.all_special_tokens]
         special += [x.content for x in tokenizer.added_tokens_decoder.values() if x.special]
@@ -197,7 +198,7 @@ class _Renderer:
                     [dict(x) for x in messages],
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
-                    **self.options.template_kwargs,
+                    **self.variables,
                 )
             )
         except Exception as error:  # templates raise whatever they like: jinja errors, KeyError, TypeError
@@ -266,7 +267,7 @@ class _Renderer:
             conversations=[[dict(x) for x in messages]],
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **self.options.template_kwargs},
+            **{**self.tokenizer.special_tokens_map, **self.variables},
         )
         rendered, spans = result[0][0], list(result[1][0])
         if rendered != text or len(spans) != len(where):

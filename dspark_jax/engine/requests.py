@@ -195,7 +195,7 @@ def token_ids(target: Target, prompt: Prompt, number: int) -> list[int]:
             raise ValueError(
                 f"prompt {number} holds chat messages, but target {target.name!r} came without a tokenizer"
             )
-        text = render_prompt(target.tokenizer, cast(Sequence[Mapping[str, Any]], prompt))
+        text = render_prompt(target.tokenizer, cast(Sequence[Mapping[str, Any]], prompt), target.chat)
         ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
     else:
         ids = [int(t) for t in cast(Sequence[int], prompt)]

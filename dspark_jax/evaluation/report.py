@@ -55,6 +55,7 @@ def report(
         "machine": machine(),
         "versions": versions(),
         "settings": {**dataclasses.asdict(measurement.settings), "dtype": jnp.dtype(target.dtype).name},
+        "chat": dataclasses.asdict(target.chat),
         "target": {"name": target.name, "fingerprint": fingerprint(weights)},
         "prompts": {
             "count": len(prompts),

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dspark_jax.config import DecoderConfig
+from dspark_jax.data.chat import ChatOptions
 from dspark_jax.files import smollm2_gguf
 from dspark_jax.huggingface import SafetensorsFolder, StoredTensor, decoder_config, read_json, resolve_folder
 from dspark_jax.sharding import parameter_spec
@@ -40,6 +41,7 @@ class Target:
         tokenizer: a transformers tokenizer; None for folders without one.
         stop_token_ids: tokens that end a response.
         dtype: type of weights, products and caches.
+        chat: how conversations become its prompts.
     """
 
     name: str
@@ -49,9 +51,12 @@ class Target:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     dtype: Any
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
 
 
-def load_target(name_or_path: str, *, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Target:
+def load_target(
+    name_or_path: str, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, chat: ChatOptions | None = None
+) -> Target:
     """Load a target for inference or as the frozen half of training.
 
     Args:
@@ -59,6 +64,7 @@ def load_target(name_or_path: str, *, dtype: Any = jnp.float32, mesh: Mesh | Non
         dtype: type of weights, products and caches (float32 or bfloat16).
         mesh: each of its devices gets its own part of every tensor, and of safetensors no host reads more than the
             parts of its devices; None puts all on the default device.
+        chat: how conversations become its prompts; the defaults when None.
 
     Raises:
         FileNotFoundError: the file, folder or hub name cannot be had.
@@ -96,6 +102,7 @@ def load_target(name_or_path: str, *, dtype: Any = jnp.float32, mesh: Mesh | Non
         if tokenizer is not None
         else _configured_stops(generation),
         dtype=dtype,
+        chat=chat or ChatOptions(),
     )
 
 

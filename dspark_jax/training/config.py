@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from dspark_jax.config import DecoderConfig, DrafterConfig, HeadType, LayerType, spread_layer_ids
+from dspark_jax.data.chat import ChatOptions
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
 
@@ -95,6 +97,7 @@ class TrainConfig:
         data: conversation files (JSONL or ArrayRecord): paths, or URLs such as `gs://bucket/name`.
         output: folder of checkpoints, exported drafters and logs.
         target: `smollm2-135m`, a path or a hub name.
+        chat: how conversations become text; evaluate with the same.
         initial_drafter: start from this drafter's weights (shipped name, folder or hub name) with a fresh optimizer and
             schedule, for example to adapt a released drafter to new data; None starts from random weights.
         features_cache: folder of a target cache with these taps (MTP: any); None runs the target inside the step.
@@ -133,6 +136,7 @@ class TrainConfig:
     data: tuple[str, ...]
     output: Path
     target: str = "smollm2-135m"
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
     initial_drafter: str | None = None
     features_cache: Path | None = None
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
@@ -271,4 +275,6 @@ def to_json(value: Any) -> Any:
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
         return [to_json(x) for x in value]
+    if isinstance(value, Mapping):
+        return {k: to_json(x) for k, x in value.items()}
     return str(value) if isinstance(value, Path) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -13,6 +14,7 @@ import tiny_models
 from dspark_jax import cache, train
 from dspark_jax.data import conversations
 from dspark_jax.draft.loading import load_drafter
+from dspark_jax.engine.requests import token_ids
 from dspark_jax.target.loading import load_target
 from dspark_jax.training import loop
 
@@ -88,6 +90,24 @@ def test_a_run_is_interrupted_continued_and_exported(folder, monkeypatch):
     target = load_target(str(folder / "target"))
     drafter = load_drafter(str(folder / "run" / "export" / "000003"), target)
     assert drafter.config.name == "DSpark" and drafter.config.block_size == 3
+
+
+def test_conversations_and_prompts_become_text_in_the_same_way(folder, monkeypatch):
+    """Options of the command line reach both: a prompt is the beginning of the conversation trained on."""
+    seen = {}
+
+    def train_nothing(config, target, corpus, **_):
+        seen["target"], seen["corpus"] = target, corpus
+        return SimpleNamespace(reason="finished", step=0, seconds=0.0)
+
+    monkeypatch.setattr(train, "train", train_nothing)
+    options = ["--chat.system-prompt", "be brief", "--chat.assistant-prefix", "well: "]
+    assert train.main(["--config", str(folder / "tiny.py"), *options]) == 0
+    tokens, mask = seen["corpus"].row(0)
+    prompt = token_ids(seen["target"], [{"role": "user", "content": "count 0"}], 0)
+    text = seen["target"].tokenizer.decode(prompt)
+    assert "be brief" in text and text.endswith("well: ")
+    assert tokens[: len(prompt)].tolist() == prompt and mask.tolist().index(1) == len(prompt)
 
 
 def test_cached_features_train_the_same_drafter(folder, features):
