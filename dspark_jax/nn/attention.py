@@ -150,8 +150,11 @@ def cache_attention(
 
     nothing = jnp.zeros((count, kv_heads, group, queries, 1), jnp.float32)
     start = (nothing + NOTHING / 10, nothing, jnp.zeros((*nothing.shape[:-1], width), jnp.float32))
-    first, last = jnp.min(jnp.where(begin < end, begin, length)) // block, -(-jnp.max(end) // block)
-    _, total, out = jax.lax.fori_loop(first, last, turn, start)
+    if block == length:
+        _, total, out = turn(jnp.int32(0), start)
+    else:
+        first, last = jnp.min(jnp.where(begin < end, begin, length)) // block, -(-jnp.max(end) // block)
+        _, total, out = jax.lax.fori_loop(first, last, turn, start)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
 
