@@ -118,7 +118,7 @@ def tree_shardings(mesh: Mesh, tree: Any, rules: Sequence[tuple[str, P]] = PARAM
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def place(mesh: Mesh, tree: Any) -> Any:
+def place(mesh: Mesh, tree: Any, rules: Sequence[tuple[str, P]] = PARAMETERS) -> Any:
     """Lay a tree of parameters out on the mesh; of several processes each holds all of it and gives its parts.
 
     An array that occurs twice (tied embedding and head) stays one.
@@ -136,7 +136,7 @@ def place(mesh: Mesh, tree: Any) -> Any:
             placed[id(x), sharding] = put(x, sharding)
         return placed[id(x), sharding]
 
-    return jax.tree.map(put_once, tree, tree_shardings(mesh, tree))
+    return jax.tree.map(put_once, tree, tree_shardings(mesh, tree, rules))
 
 
 def gather(mesh: Mesh, tree: Any) -> Any:

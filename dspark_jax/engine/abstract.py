@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
-from dspark_jax.engine.layout import check_mesh, state_shardings
+from dspark_jax.engine.layout import MarkovTables, check_mesh, drafting_layout, state_shardings
 from dspark_jax.engine.prompts import empty_chunk
 from dspark_jax.engine.requests import MAX_STOP_TOKENS
 from dspark_jax.engine.state import Limits, Memory, Slots, Weights
 from dspark_jax.engine.steps import Steps
 from dspark_jax.nn.attention import DENSE
 from dspark_jax.nn.paged import LANES, PagedAttention
-from dspark_jax.sharding import PARAMETERS, REPLICATED_MARKOV, tree_shardings
+from dspark_jax.sharding import tree_shardings
 from dspark_jax.types import TargetTables
-
-MarkovTables = Literal["split", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +93,12 @@ def abstract_round(
         ValueError: a mesh with other axes than `tensor`, or tables of a drafter that has none.
     """
     check_mesh(mesh)
-    rules: Sequence[tuple[str, P]] = PARAMETERS
-    if markov_tables == "replicated":
-        if not isinstance(drafter, DSparkFunctions) or not drafter.config.markov_rank:
-            raise ValueError(f"markov_tables is 'replicated', but {drafter.config.name} has no sequential head")
-        rules, drafter = REPLICATED_MARKOV, dataclasses.replace(drafter, gather_logits=True)
+    rules, functions = drafting_layout(drafter, markov_tables)
     block = drafter.config.block_size
     paged = target.widest_head <= LANES
     steps = Steps(
         target=target,
-        drafter=drafter,
+        drafter=functions,
         dtype=dtype,
         slots=slots,
         max_length=max_length + block + 1,

@@ -71,7 +71,7 @@ class CompiledSteps:
         rows: int,
         diagnostics: bool = False,
     ) -> tuple[Slots, Memory, Report]:
-        """Run a step of so many rows for anchors and drafts, and a prompt chunk."""
+        """Run a step of so many rows for anchors and drafts, and a chunk of prompts."""
         args = (self.weights, in_mode(slots, mode), memory, draft, chunk)
         slots, memory, report = self._step(rows, mode, args, diagnostics)(*args)
         return in_mode(slots, MODES[0]), memory, report

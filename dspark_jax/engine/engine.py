@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.compiled import MODES, CompiledSteps
-from dspark_jax.engine.layout import check_mesh
+from dspark_jax.engine.layout import MarkovTables, check_mesh, drafting_layout
 from dspark_jax.engine.policies import policy_curves, policy_shape
 from dspark_jax.engine.prompts import CHUNK_LADDER, next_chunk
 from dspark_jax.engine.requests import Prompt, Request, check_request
@@ -68,9 +68,11 @@ class Engine:
         attention: how the target attends over its caches; None takes what the devices are best at.
         mesh: devices whose `tensor` axis splits both models (`sharding.create_mesh(data=1, tensor=4)`); a target loaded
             onto the same mesh stays where it is. None for one device.
+        markov_tables: on a mesh, whether DSpark's sequential head is split too or whole on every device.
 
     Raises:
-        ValueError: a policy that the drafter cannot follow, sizes out of range, or a mesh with another axis.
+        ValueError: a policy that the drafter cannot follow, sizes out of range, a mesh with another axis, or whole
+            tables without a mesh or of a drafter that has none.
     """
 
     def __init__(
@@ -88,9 +90,12 @@ class Engine:
         lag: int = 2,
         attention: AttentionBackend | None = None,
         mesh: Mesh | None = None,
+        markov_tables: MarkovTables = "split",
     ):
         if mesh is not None:
             check_mesh(mesh)
+        elif markov_tables != "split":
+            raise ValueError(f"markov_tables is {markov_tables!r} without a mesh: give the engine one, or leave it out")
         if slots < 1 or max_length < 2 or lag < 0:
             raise ValueError(f"expected slots >= 1, max_length >= 2 and lag >= 0, found {slots}, {max_length}, {lag}")
         block = 0 if drafter is None else drafter.config.block_size
@@ -98,9 +103,11 @@ class Engine:
         kind, limit, drafted = policy_shape(self.policy, drafter)
         self.target, self.lag, self.max_queue = target, lag, max_queue
         self.context = min(max_length, target.config.max_position)
+        functions = None if drafter is None or kind == "none" else drafter.functions
+        rules, functions = drafting_layout(functions, markov_tables)
         self.steps = Steps(
             target=target.config,
-            drafter=None if drafter is None or kind == "none" else drafter.functions,
+            drafter=functions,
             dtype=target.dtype,
             slots=slots,
             # One block of junk may lie beyond the last kept position.
@@ -127,7 +134,7 @@ class Engine:
         weights = Weights(target.params, target.tables, draft_params)
         self.programs = CompiledSteps(
             self.steps,
-            weights if mesh is None else place(mesh, weights),
+            weights if mesh is None else place(mesh, weights, rules),
             self.policy.c if isinstance(self.policy, Threshold) else 0.0,
             seconds,
             mesh,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Hashable
@@ -41,9 +42,10 @@ class Programs:
         full_key = (key, mesh, jax.tree.structure(args), tuple((x.shape, x.dtype) for x in jax.tree.leaves(args)))
         if full_key not in self._compiled:
             started = time.perf_counter()
-            layouts = None if mesh is None else state_shardings(mesh, jax.eval_shape(function, *args))
-            program = jax.jit(function, donate_argnums=donate, out_shardings=layouts)
-            self._compiled[full_key] = program.lower(*args).compile()
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                layouts = None if mesh is None else state_shardings(mesh, jax.eval_shape(function, *args))
+                program = jax.jit(function, donate_argnums=donate, out_shardings=layouts)
+                self._compiled[full_key] = program.lower(*args).compile()
             self.seconds += time.perf_counter() - started
             self.count += 1
         return self._compiled[full_key]

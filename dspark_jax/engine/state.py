@@ -1,4 +1,4 @@
-"""What the device programs take and give: weights, slots, their memory, requests and prompt chunks, drafts, reports."""
+"""What the device programs take and give: weights, slots, their memory, requests and their prompts, drafts, reports."""
 
 from __future__ import annotations
 

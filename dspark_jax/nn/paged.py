@@ -1,7 +1,7 @@
 """Attention over slots on TPUs: JAX's ragged paged kernel, with pages that each slot owns for good.
 
 The kernel reads pages that hold keys and values side by side and answers the queries of many sequences at once, each
-as long as it is: decoding, verification and prompt chunks cost what they need. It only reads, so the rows' keys and
+as long as it is: decoding, verification and prompts cost what they need. It only reads, so the rows' keys and
 values are scattered into the pages first. Nothing is shared between slots, so a slot's pages are simply consecutive.
 """
 
@@ -74,7 +74,7 @@ class Sequences:
 
 
 def find_sequences(batch: RaggedTokens, num_slots: int, limit: int) -> Sequences:
-    """List the runs of rows that belong together; slots without rows are no sequence, a prompt chunk is one more.
+    """List the runs of rows that belong together; slots without rows are no sequence, segments of a prompt join.
 
     Args:
         batch: rows of a slot contiguous with consecutive positions; padding anywhere between slots.

@@ -31,11 +31,12 @@ def drafter(kind):
     return Drafter(kind, config, params, functions)
 
 
-def engine(kind, policy, tensor=None):
+def engine(kind, policy, tensor=None, markov_tables="split"):
     mesh = None if tensor is None else create_mesh(data=1, tensor=tensor)
     return Engine(
         TARGET, None if kind is None else drafter(kind), slots=3, max_length=48, policy=POLICIES[policy], mesh=mesh,
         row_ladder=(3, 12), mixed_ladder=(12,), chunk_ladder=(16,),
+        markov_tables=markov_tables,
     )  # fmt: skip
 
 
@@ -50,14 +51,15 @@ def texts(served):
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "tensor"),
+    ("kind", "policy", "tensor", "markov_tables"),
     [
-        (None, "none", 2), ("dspark", "fixed", 2), ("dspark", "threshold", 4),
-        pytest.param("eagle3", "fixed", 2, marks=pytest.mark.slow),
+        (None, "none", 2, "split"), ("dspark", "fixed", 2, "replicated"), ("dspark", "threshold", 4, "split"),
+        pytest.param("dspark", "fixed", 2, "split", marks=pytest.mark.slow),
+        pytest.param("eagle3", "fixed", 2, "split", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_text_does_not_depend_on_the_mesh(kind, policy, tensor):
-    split = engine(kind, policy, tensor)
+def test_text_does_not_depend_on_the_mesh(kind, policy, tensor, markov_tables):
+    split = engine(kind, policy, tensor, markov_tables)
     assert texts(split) == texts(engine(kind, policy))
     # Two K/V heads split over two devices; four devices each hold both.
     heads = P(None, "tensor") if tensor == 2 else P()
@@ -67,6 +69,17 @@ def test_text_does_not_depend_on_the_mesh(kind, policy, tensor):
     assert tables.embed is tables.head  # tied
     q = split.programs.weights.target["layers_0"]["self_attn"]["q_proj"]["weight"]
     assert q.addressable_shards[0].data.shape[0] * tensor == q.shape[0]
+    if kind == "dspark":
+        head = split.programs.weights.draft["markov_head"]
+        whole = markov_tables == "replicated"
+        assert all(head[name]["weight"].sharding.is_fully_replicated == whole for name in ("markov_w1", "markov_w2"))
+
+
+def test_whole_tables_want_a_sequential_head():
+    with pytest.raises(ValueError, match="no drafter with a sequential head"):
+        engine("eagle3", "fixed", 2, "replicated")
+    with pytest.raises(ValueError, match="'replicated' without a mesh"):
+        engine("dspark", "fixed", None, "replicated")
 
 
 def test_a_mesh_that_splits_requests_is_refused():
