@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from dspark_jax.types import Params, Proposal, Sampling, TargetFeatures, TargetT
 State = Any
 
 
+@runtime_checkable
 class DrafterFunctions(Protocol):
     """What a drafter does. All functions are pure and jittable."""
 

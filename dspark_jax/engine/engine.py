@@ -2,8 +2,9 @@
 
 A step runs the anchors of all running requests, the drafts its policy keeps and the next parts of waiting prompts as
 one ragged batch, padded to a bucket. The host only plans: shapes, who enters, which prompts are next. It plans from
-reports two steps old and so never waits for the device inside a step; a request that has ended is noticed late, and
-what the device did for its slot meanwhile is nothing.
+reports two steps old and so never waits for the device inside a step; a request that a stop token has ended is noticed
+late, and what the device did for its slot meanwhile is nothing. Where the steps on their way are enough for a request's
+budget, its slot is given away without waiting for them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class EngineFull(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
-    """A dispatched step: its report, whose requests sat in the slots, and which slots' first tokens it draws."""
+    """A dispatched step: its report, whose tokens it gives by slot, and which slots' first tokens are among them."""
 
     report: Report
     owners: tuple[Request | None, ...]
@@ -214,6 +215,11 @@ class Engine:
                 self.requests[slot] = None
                 self._finish(running, "cancelled")
                 return True
+        for flight in self.in_flight:
+            for owner in flight.owners:
+                if owner is not None and owner.id == number and owner.finish_reason is None:
+                    self._finish(owner, "cancelled")
+                    return True
         return False
 
     @property
@@ -300,7 +306,13 @@ class Engine:
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
         chunk_rows = 0 if chunk is None else int(np.sum(chunk.counts))
-        self.in_flight.append(_InFlight(report, tuple(self.requests), firsts, chunk_rows))
+        owners = tuple(r if r is not None and r.prompt_done else None for r in self.requests)
+        self.in_flight.append(_InFlight(report, owners, firsts, chunk_rows))
+        for slot, owner in enumerate(owners):
+            if owner is not None:
+                owner.pending += 1
+                if owner.surely_ends:
+                    self.requests[slot] = None
         self.statistics.steps += 1
         self.statistics.rows += rows + (0 if chunk is None else chunk.tokens.size)
         self.statistics.verify_budget += rows
@@ -343,6 +355,7 @@ class Engine:
             for slot, owner in enumerate(flight.owners):
                 if owner is None or owner.finish_reason is not None:
                     continue
+                owner.pending -= 1
                 tokens = owner.take(report, slot, first=slot in flight.firsts)
                 if not tokens:
                     continue

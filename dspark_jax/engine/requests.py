@@ -42,6 +42,7 @@ class Request:
         seed: of its random draws.
         stop_ids: padded to `MAX_STOP_TOKENS`.
         cursor: prompt tokens handed to the device so far.
+        pending: steps on their way that give it at least one token each.
         tokens, rounds, first_gap: what came back.
         finish_reason: None while it runs or waits.
         submitted, started, first, ended: `time.perf_counter()` of those moments; None before them.
@@ -55,6 +56,7 @@ class Request:
     seed: int
     stop_ids: np.ndarray
     cursor: int = 0
+    pending: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     rounds: list[Round] = dataclasses.field(default_factory=list)
     first_gap: float = float("inf")
@@ -68,6 +70,11 @@ class Request:
     def prompt_done(self) -> bool:
         """All of the prompt has been handed to the device."""
         return self.cursor == len(self.prompt)
+
+    @property
+    def surely_ends(self) -> bool:
+        """The steps on their way are enough for its budget, however little they accept."""
+        return len(self.tokens) + self.pending >= self.budget
 
     def finish(self, reason: FinishName) -> None:
         """The request has ended."""

@@ -196,6 +196,29 @@ def test_br32_confidences_that_are_no_numbers_cut_and_harm_nothing(policy):
         assert all(r.proposed == 0 for x in results for r in x.rounds)
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_no_step_is_spent_on_requests_that_surely_have_ended(lag):
+    """One slot, budgets and no stop tokens: a step with the prompt's end gives a token, each of the others one more."""
+    made = engine("none", slots=1, lag=lag)
+    budgets = [3, 1, 5]
+    for prompt, budget in zip(PROMPTS[:3], budgets, strict=True):
+        made.submit(prompt, max_new_tokens=budget, stop_token_ids=())
+    results = made.run()
+    assert [len(results[i].tokens) for i in range(3)] == budgets
+    assert made.statistics.steps - made.statistics.prompt_steps == sum(budgets) - 3
+
+
+def test_a_request_is_cancelled_while_its_last_steps_are_on_their_way():
+    made = engine("none", slots=1)
+    first = made.submit(PROMPTS[0], max_new_tokens=2, stop_token_ids=())
+    other = made.submit(PROMPTS[1], max_new_tokens=3, stop_token_ids=())
+    while made.requests[0] is None or made.requests[0].id != other:
+        made.step()
+    assert first not in made.results and made.cancel(first) and not made.cancel(first)
+    results = made.run()
+    assert results[first].finish_reason == "cancelled" and len(results[other].tokens) == 3
+
+
 def test_a_curve_that_ends_too_early_is_refused():
     with pytest.raises(ValueError, match="ends at 4 rows, this engine's steps have up to 15"):
         engine("scheduled", policies={"scheduled": Scheduled(CostCurve((1, 4), (1.0, 2.0)))})
