@@ -16,13 +16,13 @@ import tyro
 from rich.console import Console
 
 from dspark_jax.config import spread_layer_ids
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.data.conversations import IngestOptions, load_corpus
 from dspark_jax.data.target_cache import size_estimate
 from dspark_jax.files import cache_dir
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded
 from dspark_jax.training.features import write_feature_cache
+from dspark_jax.types import ChatOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

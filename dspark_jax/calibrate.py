@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.draft.loading import drafter_folder, load_drafter, write_temperatures
 from dspark_jax.evaluation.calibration import (
     Settings,
@@ -38,6 +37,7 @@ from dspark_jax.evaluation.tables import rich_table
 from dspark_jax.evaluation.tasks import Prompt, load_tasks
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded, table_console
+from dspark_jax.types import ChatOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

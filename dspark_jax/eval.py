@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.draft.loading import shipped_drafters
 from dspark_jax.engine.drafters import find_drafter
 from dspark_jax.evaluation.figures import require_matplotlib
@@ -32,6 +31,7 @@ from dspark_jax.evaluation.tasks import load_tasks
 from dspark_jax.files import atomic_write
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded, table_console
+from dspark_jax.types import ChatOptions
 
 _DEFAULT = ("dspark", "dflash", "eagle3")
 """The drafters of the paper's tables, in their order; others that are shipped are asked for by name."""

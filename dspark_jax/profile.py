@@ -33,7 +33,7 @@ class ProfileCommand:
         draft: a shipped name, a path or a hub name.
         slots: slots of the engine the profile is for.
         context: tokens that every slot holds while it is measured.
-        repeats: timed repeats of each program; the median counts.
+        repeats: timed laps over all programs, which take turns; the median counts.
         rows: rows of a step to measure; the engine's own ladder by default.
         output: where the profile goes.
         plot: where a picture of the curve goes; none by default.
@@ -76,7 +76,7 @@ def run(command: ProfileCommand) -> None:
         require_matplotlib()
     target = load_target(command.target, dtype=jnp.float32)
     drafter = load_drafter(command.draft, target)
-    with Progress("profiling", None, "programs", console=console) as progress:
+    with Progress("profiling", None, "runs", console=console) as progress:
         profile = measure_profile(
             target,
             drafter,

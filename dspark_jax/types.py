@@ -7,6 +7,8 @@ T ragged rows (tokens of a batch), Q ragged rows per slot.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -139,3 +141,24 @@ def tree_bytes(tree: Any) -> int:
     """Bytes held by the arrays of a pytree (shared arrays counted once)."""
     leaves = {id(x): x for x in jax.tree.leaves(tree) if hasattr(x, "nbytes")}
     return sum(int(x.nbytes) for x in leaves.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How conversations become text, the same for training and evaluation.
+
+    Attributes:
+        system_prompt: put in front of conversations that bring no system message; None leaves it to the template.
+        supervise_trailing_newline: whether the whitespace that a template puts after the end-of-turn token counts.
+        supervise_template_additions: whether what the template puts between the assistant header and the answer (an
+            empty think block) counts as answer.
+        assistant_prefix: put in front of assistant texts that lack it, never supervised (Gemma's empty thought
+            channel); evaluation prompts get it too.
+        template_kwargs: further variables for the template, such as `enable_thinking False`.
+    """
+
+    system_prompt: str | None = None
+    supervise_trailing_newline: bool = False
+    supervise_template_additions: bool = False
+    assistant_prefix: str | None = None
+    template_kwargs: Mapping[str, bool | int | str] = dataclasses.field(default_factory=dict)

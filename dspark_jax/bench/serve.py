@@ -12,7 +12,6 @@ import numpy as np
 from rich.console import Console
 
 from dspark_jax.bench.numbers import earlier_numbers, write_numbers
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.draft.loading import load_drafter
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.evaluation.figures import require_matplotlib
@@ -36,6 +35,7 @@ from dspark_jax.progress import Progress
 from dspark_jax.spec.schedule import CostCurve, Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import table_console
+from dspark_jax.types import ChatOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ Example (ChatML), spans of the second conversation turn marked with ^:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,32 +23,13 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dspark_jax.types import ChatOptions
+
 Message = Mapping[str, Any]
 
 
 class SpanNotFoundError(ValueError):
     """The place of an assistant turn in the rendered text could not be established beyond doubt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """How conversations become text, the same for training and evaluation.
-
-    Attributes:
-        system_prompt: put in front of conversations that bring no system message; None leaves it to the template.
-        supervise_trailing_newline: whether the whitespace that a template puts after the end-of-turn token counts.
-        supervise_template_additions: whether what the template puts between the assistant header and the answer (an
-            empty think block) counts as answer.
-        assistant_prefix: put in front of assistant texts that lack it, never supervised (Gemma's empty thought
-            channel); evaluation prompts get it too.
-        template_kwargs: further variables for the template, such as `enable_thinking False`.
-    """
-
-    system_prompt: str | None = None
-    supervise_trailing_newline: bool = False
-    supervise_template_additions: bool = False
-    assistant_prefix: str | None = None
-    template_kwargs: Mapping[str, bool | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dspark_jax.data import chat
 from dspark_jax.data.chat import (
-    ChatOptions,
     RenderedConversation,
     SpanNotFoundError,
     encode_conversations,
@@ -35,6 +34,7 @@ from dspark_jax.data.corpus import TokenizedCorpus, TokenizedRow, check_token_id
 from dspark_jax.data.sources import file_lines, is_url, local_file
 from dspark_jax.files import fingerprint
 from dspark_jax.progress import Progress
+from dspark_jax.types import ChatOptions
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}

@@ -128,11 +128,11 @@ def measure_profile(
         target, drafter: the models.
         slots: slots of the engine the profile is for.
         context: tokens in every slot.
-        repeats: timed repeats; the median counts.
+        repeats: timed laps over all programs; the median counts.
         ladder: rows to measure; None takes the engine's default.
         max_length: tokens a slot of that engine holds, which dense attention pays for; None takes what `context` needs.
         chunk: tokens of a prompt chunk to measure.
-        on_progress: called with (programs measured, programs in all).
+        on_progress: called with (runs made, runs in all).
 
     Returns:
         The profile.
@@ -147,20 +147,15 @@ def measure_profile(
     engine = Engine(
         target, drafter, slots=slots, max_length=length, policy=Fixed(block), row_ladder=ladder, chunk_ladder=(chunk,)
     )
-    bench = _Bench(engine, context, repeats)
+    bench = _Bench(engine, context)
     plain_rows = [r for r in engine.row_ladder if r <= engine.plain_rows]
-    total, done = 2 + len(engine.row_ladder) + len(plain_rows), 0
-
-    def count(value: float) -> float:
-        nonlocal done
-        done += 1
-        if on_progress is not None:
-            on_progress(done, total)
-        return value
-
-    propose = count(bench.propose())
-    step = tuple(count(bench.step(rows, drafted=True)) for rows in engine.row_ladder)
-    plain = tuple(count(bench.step(rows, drafted=False)) for rows in plain_rows)
+    programs: dict[Any, Callable[[], float]] = {
+        "propose": bench.propose(),
+        **{("step", rows): bench.step(rows, drafted=True) for rows in engine.row_ladder},
+        **{("plain", rows): bench.step(rows, drafted=False) for rows in plain_rows},
+        "prompt": bench.prompt(chunk),
+    }
+    seconds = _medians(programs, repeats, on_progress)
     return StepProfile(
         **_machine(),
         date=str(date.today()),
@@ -169,19 +164,34 @@ def measure_profile(
         slots=slots,
         context=context,
         rows=engine.row_ladder,
-        step=step,
-        plain=plain,
-        propose=propose,
+        step=tuple(seconds["step", rows] for rows in engine.row_ladder),
+        plain=tuple(seconds["plain", rows] for rows in plain_rows),
+        propose=seconds["propose"],
         chunk=chunk,
-        prompt=count(bench.prompt(chunk)),
+        prompt=seconds["prompt"],
     )
 
 
-class _Bench:
-    """Runs single programs of an engine over and over at the same place."""
+def _medians(
+    programs: Mapping[Any, Callable[[], float]], repeats: int, on_progress: Callable[[int, int], None] | None
+) -> dict[Any, float]:
+    """Median seconds of each program; they take turns, so that a machine's moods hit all alike."""
+    times: dict[Any, list[float]] = {name: [] for name in programs}
+    total = (repeats + 1) * len(programs)
+    for lap in range(repeats + 1):
+        for i, (name, run) in enumerate(programs.items()):
+            times[name].append(run())
+            if on_progress is not None:
+                on_progress(lap * len(programs) + i + 1, total)
+    # The first lap compiles.
+    return {name: float(np.median(values[1:])) for name, values in times.items()}
 
-    def __init__(self, engine: Engine, context: int, repeats: int):
-        self.engine, self.repeats = engine, repeats
+
+class _Bench:
+    """Single programs of an engine, to be run over and over at the same place; each run returns its seconds."""
+
+    def __init__(self, engine: Engine, context: int):
+        self.engine = engine
         count = engine.steps.slots
         self.slots = dataclasses.replace(
             engine.slots,
@@ -190,8 +200,8 @@ class _Bench:
             done=jnp.zeros((count,), bool),
         )
 
-    def propose(self) -> float:
-        """Seconds of drafting in every slot."""
+    def propose(self) -> Callable[[], float]:
+        """Draft in every slot."""
         engine = self.engine
 
         def call() -> Draft:
@@ -199,10 +209,10 @@ class _Bench:
             return draft
 
         self.draft = call()
-        return self._median(lambda: None, lambda _: call())
+        return self._timed(lambda: None, lambda _: call())
 
-    def step(self, rows: int, *, drafted: bool) -> float:
-        """Seconds of a step of so many rows, with drafts or without."""
+    def step(self, rows: int, *, drafted: bool) -> Callable[[], float]:
+        """Run a step of so many rows, with drafts or without."""
         engine, count, limit = self.engine, self.engine.steps.slots, self.engine.steps.limit
         running = np.arange(count) < rows  # every slot takes its anchor first
         spare = max(rows - count, 0)
@@ -215,10 +225,10 @@ class _Bench:
             return report
 
         # The program takes the slots' buffers: every call gets a copy.
-        return self._median(lambda: jax.tree.map(jnp.copy, slots), call)
+        return self._timed(lambda: jax.tree.map(jnp.copy, slots), call)
 
-    def prompt(self, width: int) -> float:
-        """Seconds of a step that runs a prompt chunk of so many tokens in slot 0, and nothing else."""
+    def prompt(self, width: int) -> Callable[[], float]:
+        """Run a prompt chunk of so many tokens in slot 0, and nothing else."""
         engine = self.engine
         chunk = empty_chunk(engine.chunk_ladder, width, engine.steps.slots)
         count, segment = chunk.tokens.shape
@@ -233,16 +243,16 @@ class _Bench:
             _, engine.memory, report = engine.programs.step(fresh, engine.memory, "greedy", None, chunk, 0)
             return report
 
-        return self._median(lambda: jax.tree.map(jnp.copy, self.slots), call)
+        return self._timed(lambda: jax.tree.map(jnp.copy, self.slots), call)
 
-    def _median(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> float:
-        times = []
-        for _ in range(self.repeats + 1):
+    def _timed(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> Callable[[], float]:
+        def run() -> float:
             argument = jax.block_until_ready(prepare())
             started = time.perf_counter()
             jax.block_until_ready((call(argument), self.engine.memory))
-            times.append(time.perf_counter() - started)
-        return float(np.median(times[1:]))
+            return time.perf_counter() - started
+
+        return run
 
 
 def _machine() -> dict[str, str]:

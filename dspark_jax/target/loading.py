@@ -14,14 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dspark_jax.config import DecoderConfig
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.files import smollm2_gguf
 from dspark_jax.huggingface import SafetensorsFolder, StoredTensor, decoder_config, read_json, resolve_folder
 from dspark_jax.sharding import parameter_spec
 from dspark_jax.target.gguf import read_gguf
 from dspark_jax.target.tokenizer import load_tokenizer, stop_token_ids
 from dspark_jax.target.transformer import Transformer
-from dspark_jax.types import Params, TargetTables
+from dspark_jax.types import ChatOptions, Params, TargetTables
 
 Tensor = np.ndarray | StoredTensor
 PACKAGED_TARGETS = ("smollm2-135m",)

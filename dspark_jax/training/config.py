@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_jax.config import DecoderConfig, DrafterConfig, HeadType, LayerType, spread_layer_ids
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
+from dspark_jax.types import ChatOptions
 
 DRAFTER_KINDS = ("dspark", "dflash", "eagle3", "mtp")
 

@@ -7,7 +7,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from dspark_jax.data.chat import ChatOptions, encode_conversations, render_conversation, render_prompt
+from dspark_jax.data.chat import encode_conversations, render_conversation, render_prompt
+from dspark_jax.types import ChatOptions
 
 # The reference supervises user text in one and cuts the answer short in the other.
 DIFFERING = {"user_text_contains_header", "assistant_contains_eot"}

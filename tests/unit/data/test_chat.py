@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dspark_jax.data.chat import (
-    ChatOptions,
     SpanNotFoundError,
     encode_conversations,
     render_conversation,
     render_prompt,
 )
+from dspark_jax.types import ChatOptions
 
 WORDS = ["im_start", "im_end", "user", "assistant", "system", "nl", "hi", "there", "hello", "you", "ok", "what", "does"]
 WORDS += ["mean", "bye"]

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspark_jax.data import conversations
-from dspark_jax.data.chat import ChatOptions
 from dspark_jax.data.conversations import (
     IngestOptions,
     IngestSummary,
@@ -20,6 +19,7 @@ from dspark_jax.data.conversations import (
     read_conversations,
 )
 from dspark_jax.data.corpus import check_token_ids, row_number, split_validation
+from dspark_jax.types import ChatOptions
 
 TEMPLATE = (
     "{% for m in messages %}start {{ m.role }} nl {{ m.content }}"
