@@ -52,7 +52,8 @@ def folder(tmp_path_factory):
 
 def start(folder: Path, output: str, devices: int, *arguments: str) -> subprocess.Popen:
     """One process of a training run with so many devices."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    fast = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    flags = f"--xla_force_host_platform_device_count={devices} {fast}"
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "DSPARK_CACHE": str(folder / f"cache-{devices}")}
     command = [sys.executable, "-m", "dspark_jax.train", "--config", str(folder / "tiny.py")]
     with open(folder / f"{output}.log", "a") as log:
