@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from dspark_jax.config import DecoderConfig
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.engine.abstract import abstract_round
 from dspark_jax.engine.layout import MarkovTables
+from dspark_jax.evaluation.report import versions
 from dspark_jax.files import atomic_write
 from dspark_jax.huggingface import decoder_config, read_json
 from dspark_jax.sharding import create_mesh
@@ -103,7 +103,7 @@ def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
         "topology": command.topology,
         "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
         "capacity": chip.memory,
-        "versions": {name: _version(name) for name in ("jax", "libtpu")},
+        "versions": versions(("jax", "jaxlib", "libtpu")),
     }
     if command.what == "train":
         config = dataclasses.replace(config, attention=config.attention or "kernel")
@@ -128,13 +128,6 @@ def run(command: CompileCommand, config: TrainConfig, console: Console) -> int:
             json.dump(content, file, indent=1)
             file.write("\n")
     return 0 if fits else EXIT_DOES_NOT_FIT
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def text_of(command: CompileCommand, program: str) -> Path | None:
