@@ -58,7 +58,8 @@ def table(profile: StepProfile) -> Table:
         plain = f"{1e3 * profile.plain[i]:.1f}" if i < len(profile.plain) else ""
         result.add_row(f"{rows}", f"{1e3 * profile.step[i]:.1f}", plain, f"{1e3 * profile.curve.seconds(rows):.1f}")
     result.caption = (
-        f"drafting: {1e3 * profile.propose:.1f} ms; {profile.chunk} prompt tokens: {1e3 * profile.prompt:.1f} ms"
+        f"drafting: {1e3 * profile.propose:.1f} ms; {profile.chunk} prompt tokens: {1e3 * profile.prompt:.1f} ms "
+        f"alone, {1e3 * profile.chunk * profile.prompt_token:.1f} ms beside others"
     )
     return result
 

@@ -251,7 +251,9 @@ def _measured_conditions(path: Path) -> list[_Condition]:
         for name in {p.system for p in some}:
             sums = [(p.prompt_steps, p.tokens, len(p.request_rates)) for p in some if p.system == name]
             steps, tokens, requests = np.sum(sums, axis=0)
-            prompts[name] = PromptCost(seconds=profile.prompt * steps / requests, tokens=tokens / requests)
+            # With one slot, a prompt runs alone; with several, nearly always beside others.
+            chunk = profile.prompt if count == 1 else profile.chunk * profile.prompt_token
+            prompts[name] = PromptCost(seconds=chunk * steps / requests, tokens=tokens / requests)
         rates = {r.system: r.throughput for r in summarize_load(some)}
         conditions.append(_Condition(count, profile.curve, profile.plain_curve, prompts, rates))
     return conditions

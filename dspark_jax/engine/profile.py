@@ -19,7 +19,7 @@ from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.prompts import empty_chunk
 from dspark_jax.engine.state import Draft, Report, Slots
 from dspark_jax.files import atomic_write, fingerprint
-from dspark_jax.spec.schedule import CostCurve, Fixed
+from dspark_jax.spec.schedule import CostCurve, Fixed, Scheduled
 from dspark_jax.target.loading import Target
 
 
@@ -39,6 +39,7 @@ class StepProfile:
         propose: seconds of drafting.
         chunk: tokens of a prompt chunk.
         prompt: seconds of a step that runs such a chunk and nothing else.
+        mixed: seconds of a step that runs such a chunk beside as many anchors as the last of `plain` has.
     """
 
     device: str
@@ -54,6 +55,7 @@ class StepProfile:
     propose: float
     chunk: int
     prompt: float
+    mixed: float
 
     @property
     def curve(self) -> CostCurve:
@@ -64,6 +66,16 @@ class StepProfile:
     def plain_curve(self) -> CostCurve:
         """Seconds of a round that drafts nothing."""
         return CostCurve.monotone(self.rows[: len(self.plain)], self.plain)
+
+    @property
+    def prompt_token(self) -> float:
+        """Seconds that a token of a prompt adds to a step; nearly the same whatever the step verifies."""
+        return max(self.mixed - self.plain[-1], 0.0) / self.chunk
+
+    @property
+    def policy(self) -> Scheduled:
+        """Policy `scheduled` under these costs."""
+        return Scheduled(self.curve, self.plain_curve, self.prompt_token)
 
     def save(self, path: str | Path) -> None:
         """Write JSON, atomically."""
@@ -153,7 +165,8 @@ def measure_profile(
         "propose": bench.propose(),
         **{("step", rows): bench.step(rows, drafted=True) for rows in engine.row_ladder},
         **{("plain", rows): bench.step(rows, drafted=False) for rows in plain_rows},
-        "prompt": bench.prompt(chunk),
+        "prompt": bench.prompt(chunk, 0),
+        "mixed": bench.prompt(chunk, plain_rows[-1]),
     }
     seconds = _medians(programs, repeats, on_progress)
     return StepProfile(
@@ -169,6 +182,7 @@ def measure_profile(
         propose=seconds["propose"],
         chunk=chunk,
         prompt=seconds["prompt"],
+        mixed=seconds["mixed"],
     )
 
 
@@ -227,23 +241,24 @@ class _Bench:
         # The program takes the slots' buffers: every call gets a copy.
         return self._timed(lambda: jax.tree.map(jnp.copy, slots), call)
 
-    def prompt(self, width: int) -> Callable[[], float]:
-        """Run a prompt chunk of so many tokens in slot 0, and nothing else."""
+    def prompt(self, width: int, rows: int) -> Callable[[], float]:
+        """Run a prompt chunk of so many tokens in the last slot, beside so many rows for the anchors of the others."""
         engine = self.engine
         chunk = empty_chunk(engine.chunk_ladder, width, engine.steps.slots)
         count, segment = chunk.tokens.shape
         fields: dict[str, Any] = {
-            "slots": np.zeros(count, np.int32),
+            "slots": np.full(count, engine.steps.slots - 1, np.int32),
             "starts": segment * np.arange(count, dtype=np.int32),
             "counts": np.full(count, segment, np.int32),
         }
         chunk = dataclasses.replace(chunk, **fields)
+        slots = dataclasses.replace(self.slots, done=self.slots.done.at[-1].set(True))
 
         def call(fresh: Slots) -> Report:
-            _, engine.memory, report = engine.programs.step(fresh, engine.memory, "greedy", None, chunk, 0)
+            _, engine.memory, report = engine.programs.step(fresh, engine.memory, "greedy", None, chunk, rows)
             return report
 
-        return self._timed(lambda: jax.tree.map(jnp.copy, self.slots), call)
+        return self._timed(lambda: jax.tree.map(jnp.copy, slots), call)
 
     def _timed(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> Callable[[], float]:
         def run() -> float:

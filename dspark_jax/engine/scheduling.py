@@ -61,14 +61,15 @@ class Scheduling:
         }
         return np.stack([self._forecasts.get(r, self.usual) for r in requests])
 
-    def capacity(self, requests: Sequence[Hashable]) -> int:
+    def capacity(self, requests: Sequence[Hashable], prompts: float = 0.0) -> int:
         """Rows of the next step, anchors included; 0 for a step without drafts. Called once a step.
 
         Args:
             requests: those that run.
+            prompts: seconds that prompts add to this step.
         """
         expected = self.forecast(requests)[:, : self._limit]
-        capacity = choose_capacity(expected, len(requests), self._curve, plain=self._plain)
+        capacity = choose_capacity(expected, len(requests), self._curve, plain=self._plain, prompts=prompts)
         if self.probing.skips(pays=capacity > 0):
             return 0
-        return capacity or choose_capacity(expected, len(requests), self._curve)
+        return capacity or choose_capacity(expected, len(requests), self._curve, prompts=prompts)

@@ -28,6 +28,9 @@ from dspark_jax.sampling import GREEDY_TEMPERATURE
 from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import Target
 
+_GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, fill the unit interval evenly."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServingSystem:
@@ -52,7 +55,9 @@ class LoadSettings:
         concurrency: requests in flight, one measurement each.
         requests: requests that finish in a measurement, as a multiple of the concurrency.
         least: requests that finish in a measurement at least: few of them are a matter of luck.
-        max_new_tokens: of every request.
+        max_new_tokens: of the requests, on average.
+        spread: how far a request's own number of tokens may lie from that, as a share of it. Requests of one length end
+            together and bring their prompts together, which no real load does.
         max_length: tokens a slot holds.
         temperature: of every request; request i uses seed i.
         repeats: interleaved repeats.
@@ -64,11 +69,17 @@ class LoadSettings:
     requests: int = 3
     least: int = 18
     max_new_tokens: int = 64
+    spread: float = 0.5
     max_length: int = 384
     temperature: float = 0.0
     repeats: int = 3
     profile_context: int = 128
     chunk: int = 64
+
+    def budget(self, request: int) -> int:
+        """Tokens of a request, the same for every system; any few in a row are spread evenly."""
+        place = request * _GOLDEN % 1.0
+        return max(1, round(self.max_new_tokens * (1 + self.spread * (2 * place - 1))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +226,7 @@ def _engine(
             max_length=settings.max_length,
             chunk=settings.chunk,
         )
-        policy = Scheduled(profile.curve, profile.plain_curve)
+        policy = profile.policy
     engine = Engine(
         target,
         system.drafter,
@@ -256,7 +267,7 @@ def _closed_loop(
         nonlocal next_prompt
         engine.submit(
             prompts[next_prompt % len(prompts)],
-            max_new_tokens=settings.max_new_tokens,
+            max_new_tokens=settings.budget(next_prompt),
             temperature=settings.temperature,
             seed=next_prompt,
         )

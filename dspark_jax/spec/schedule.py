@@ -188,8 +188,8 @@ def choose_capacity(
     num_active: int,
     curve: CostCurve,
     *,
-    prompt_rows: int = 0,
     plain: CostCurve | None = None,
+    prompts: float = 0.0,
 ) -> int:
     """Choose the bucket of a round: the best throughput over the whole cost curve. Runs on the host.
 
@@ -202,8 +202,9 @@ def choose_capacity(
         survival: of an earlier round; 0 for slots that are known to have ended since.
         num_active: requests of the round, each with one row of its own.
         curve: seconds of a round by bucket.
-        prompt_rows: further rows of the round that hold prompt tokens; they take space and commit nothing.
         plain: seconds of a round that drafts nothing at all; None where a round always drafts.
+        prompts: seconds that prompts running along add to the round, whatever it drafts; they commit nothing, and make
+            what is drafted besides cheap in comparison.
 
     Returns:
         Rows of the round, a bucket of the curve; of equally good ones, the smallest. 0 means that not even drafting
@@ -216,15 +217,15 @@ def choose_capacity(
         Survival ((.9, .81), (.6, .36)) and 1, 1, 1.2 and 2.4 seconds for buckets 2, 3, 4 and 6: throughputs
         2, 2.9, 3.71/1.2 = 3.09 and 4.67/2.4 = 1.95, so the bucket is 4.
     """
-    required = num_active + prompt_rows
-    first = bisect.bisect_left(curve.buckets, pick(curve.buckets, required, "number of rows of a round"))
+    first = bisect.bisect_left(curve.buckets, pick(curve.buckets, num_active, "number of rows of a round"))
     buckets = np.asarray(curve.buckets[first:])
     best = np.sort(np.nan_to_num(survival, nan=0.0).ravel())[::-1]
     gain = np.concatenate([[0.0], np.cumsum(best, dtype=np.float64)])
-    drafts = np.minimum(buckets - required, num_active * survival.shape[1])
-    throughput = (num_active + gain[np.minimum(drafts, best.size)]) / np.asarray(curve.bucket_seconds[first:])
+    drafts = np.minimum(buckets - num_active, num_active * survival.shape[1])
+    seconds = np.asarray(curve.bucket_seconds[first:]) + prompts
+    throughput = (num_active + gain[np.minimum(drafts, best.size)]) / seconds
     best_round = int(np.argmax(throughput))
-    if plain is not None and num_active / plain.seconds(required) >= throughput[best_round]:
+    if plain is not None and num_active / (plain.seconds(num_active) + prompts) >= throughput[best_round]:
         return 0
     return int(buckets[best_round])
 
@@ -355,9 +356,15 @@ class Scheduled(_Profiled):
 
     Attributes:
         plain: cost of a round that drafts nothing; None where every round drafts.
+        prompt_token: seconds that a token of a prompt adds to the round it runs along with.
     """
 
     plain: CostCurve | None = None
+    prompt_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.prompt_token) and self.prompt_token >= 0):
+            raise ValueError(f"a prompt token costs {self.prompt_token} seconds: expected 0 or more; profile again.")
 
     def __str__(self) -> str:
         return "scheduled"

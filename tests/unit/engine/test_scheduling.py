@@ -59,6 +59,15 @@ def test_one_poor_block_does_not_end_drafting_and_many_do():
     assert made.capacity(["a"]) in CHEAP.buckets
 
 
+def test_beside_prompts_more_is_worth_drafting():
+    """Alone, 1.4 / 1.2 < 1 / 0.8; beside prompts of a second, 1.4 / 2.2 > 1 / 1.8."""
+    made = scheduling(CostCurve((1, 2, 3), (1.1, 1.2, 1.6)))
+    for _ in range(50):
+        made.report("a", np.array([0.4, 0.0]))
+    assert made.capacity(["a"]) == 0
+    assert made.capacity(["a"], prompts=1.0) == 2
+
+
 def test_ended_requests_are_forgotten_but_for_the_mean():
     made = scheduling()
     made.report("a", UNLIKELY)

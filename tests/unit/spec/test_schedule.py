@@ -174,19 +174,17 @@ class TestChooseCapacity:
 
     def test_drafts_of_ended_requests_are_not_counted_beyond_what_the_others_can_hold(self):
         assert choose_capacity(np.full((4, 2), 0.9), 1, CostCurve((1, 3, 9), (1.0, 1.0, 1.001))) == 3
-        assert choose_capacity(np.full((4, 2), 0.9), 0, CostCurve((1, 3), (1.0, 1.0)), prompt_rows=2) == 3
+        assert choose_capacity(np.full((4, 2), 0.9), 0, CostCurve((1, 3), (1.0, 1.0))) == 1
 
-    def test_prompt_rows_take_space_only(self):
-        curve = CostCurve((2, 4, 8), (1.0, 1.2, 2.4))
-        values = np.full((1, 3), 0.6)
-        # One request and three prompt rows: 1/1.2 < 2.8/2.4. Counted as output, they would make bucket 4 look better.
-        assert [choose_capacity(values, 1, curve, prompt_rows=rows) for rows in range(4)] == [4, 4, 4, 8]
+    def test_prompts_that_run_along_make_drafts_worth_while(self):
+        curve, plain = CostCurve((1, 2, 4), (1.5, 1.6, 2.4)), CostCurve((1,), (1.0,))
+        values = np.array([[0.5, 0.3, 0.2]])
+        # 1/1 > 1.5/1.6; 1/1.2 < 1.5/1.8; 1/5, 1.5/5.6 and 2/6.4.
+        assert [choose_capacity(values, 1, curve, plain=plain, prompts=p) for p in (0.0, 0.25, 4.0)] == [0, 2, 4]
 
     def test_what_must_run_must_fit(self):
         with pytest.raises(ValueError, match="5 does not fit the largest bucket 4"):
             choose_capacity(np.zeros((5, 1)), 5, CostCurve((4,), (1.0,)))
-        with pytest.raises(ValueError, match="does not fit"):
-            choose_capacity(np.zeros((3, 1)), 3, CostCurve((4,), (1.0,)), prompt_rows=2)
 
     def test_budgets_shrink_as_load_grows(self):
         """Fixed cost until 32 rows, then proportional: every draft at low load, next to none at high load."""
@@ -253,6 +251,8 @@ class TestPolicies:
 
     def test_the_curve_reaches_those_who_use_it(self):
         assert parse_policy("scheduled", APPENDIX_A) == Scheduled(APPENDIX_A)
+        with pytest.raises(ValueError, match="prompt token costs nan"):
+            Scheduled(APPENDIX_A, prompt_token=float("nan"))
         assert parse_policy("greedy", APPENDIX_A) == Greedy(APPENDIX_A) != Scheduled(APPENDIX_A)
         assert parse_policy("fixed:2", APPENDIX_A) == Fixed(2)
 
