@@ -32,7 +32,7 @@ from dspark_jax.engine.steps import Steps
 from dspark_jax.nn.attention import AttentionBackend
 from dspark_jax.nn.paged import attention_backend
 from dspark_jax.sharding import place
-from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Scheduled, Threshold
+from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Threshold
 from dspark_jax.target.loading import Target
 
 _LENGTH_STEP = 128
@@ -128,7 +128,6 @@ class Engine:
                 raise ValueError(f"{name} ends at {ladder[-1]}; {slots} slots of {limit + 1} rows need {largest}")
         self.plain_rows = buckets.pick(self.mixed_ladder, slots, "rows")
         self.curve, self.plain = policy_curves(self.policy, slots, largest)
-        self.prompt_token = self.policy.prompt_token if isinstance(self.policy, Scheduled) else 0.0
         seconds = np.ones(1, np.float32)
         if kind == "greedy" and self.curve is not None:
             seconds = self.curve.seconds_by_rows(largest)
@@ -302,7 +301,7 @@ class Engine:
         mode = self._mode()
         draft, rows = None, 0
         if running:
-            draft, rows = self._draft(mode, running, chunk)
+            draft, rows = self._draft(mode, running, self.row_ladder if chunk is None else self.mixed_ladder)
         self.slots, self.memory, report = self.programs.step(self.slots, self.memory, mode, draft, chunk, rows)
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
@@ -321,15 +320,14 @@ class Engine:
         self.statistics.prompt_steps += chunk is not None
         return True
 
-    def _draft(self, mode: str, running: list[Request], chunk: Chunk | None) -> tuple[Draft | None, int]:
+    def _draft(self, mode: str, running: list[Request], ladder: tuple[int, ...]) -> tuple[Draft | None, int]:
         """Draft for the running requests; returns the draft and the rows of the step."""
-        steps, ladder = self.steps, self.row_ladder if chunk is None else self.mixed_ladder
+        steps = self.steps
         if steps.drafter is None:
             return None, buckets.pick(ladder, len(running), "rows")
         capacity = full = len(running) * (steps.limit + 1)
         if self.scheduling is not None:
-            prompts = 0.0 if chunk is None else chunk.tokens.size * self.prompt_token
-            capacity = self.scheduling.capacity([r.id for r in running], prompts)
+            capacity = self.scheduling.capacity([r.id for r in running])
             if not capacity:
                 return None, buckets.pick(ladder, len(running), "rows")
         rows = buckets.pick(ladder, min(capacity, full), "rows")

@@ -75,7 +75,7 @@ class StepProfile:
     @property
     def policy(self) -> Scheduled:
         """Policy `scheduled` under these costs."""
-        return Scheduled(self.curve, self.plain_curve, self.prompt_token)
+        return Scheduled(self.curve, self.plain_curve)
 
     def save(self, path: str | Path) -> None:
         """Write JSON, atomically."""

@@ -10,8 +10,9 @@ from jaxtyping import Float
 from dspark_jax.engine.probing import Probing
 from dspark_jax.spec.schedule import CostCurve, choose_capacity
 
-REQUEST_RATE, USUAL_RATE, FORGETTING = 0.3, 0.02, 0.03
-"""How far one report moves a request's forecast, and that of all; how far a step without one moves the former back.
+REQUEST_RATE, USUAL_RATE, FORGETTING, STEP_RATE = 0.3, 0.02, 0.03, 0.02
+"""How far one report moves a request's forecast, and that of all; how far a step without one moves the former back; how
+far a step moves the mean throughput.
 
 A block says little of the next but one, so none weighs much. The values were chosen by hand on a few recorded answers.
 """
@@ -27,6 +28,8 @@ class Scheduling:
     Attributes:
         usual: mean survival over all requests, recent ones weighing more; 1 before the first report.
         probing: when to draft although it does not seem to pay.
+        tokens, seconds: of a step, moving means of what was expected of those chosen. What prompts add to a step is
+            left out: they have to be run in any case, so time saved elsewhere does not spare it.
     """
 
     def __init__(self, curve: CostCurve, plain: CostCurve | None, block: int, limit: int):
@@ -43,6 +46,7 @@ class Scheduling:
         self._reports = 0
         self.usual = np.ones(block)
         self.probing = Probing()
+        self.tokens = self.seconds = 0.0
 
     def report(self, request: Hashable, survival: Float[np.ndarray, "G"]) -> None:
         """Take in what one block of a request reported; drafts without a prediction (NaN) count as lost."""
@@ -61,15 +65,26 @@ class Scheduling:
         }
         return np.stack([self._forecasts.get(r, self.usual) for r in requests])
 
-    def capacity(self, requests: Sequence[Hashable], prompts: float = 0.0) -> int:
+    def capacity(self, requests: Sequence[Hashable]) -> int:
         """Rows of the next step, anchors included; 0 for a step without drafts. Called once a step.
 
         Args:
             requests: those that run.
-            prompts: seconds that prompts add to this step.
         """
-        expected = self.forecast(requests)[:, : self._limit]
-        capacity = choose_capacity(expected, len(requests), self._curve, plain=self._plain, prompts=prompts)
+        expected, count = self.forecast(requests)[:, : self._limit], len(requests)
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        capacity = choose_capacity(expected, count, self._curve, plain=self._plain, rate=rate)
         if self.probing.skips(pays=capacity > 0):
-            return 0
-        return capacity or choose_capacity(expected, len(requests), self._curve, prompts=prompts)
+            capacity = 0
+        elif not capacity:
+            capacity = choose_capacity(expected, count, self._curve, rate=rate)
+        self._expect(expected, count, capacity)
+        return capacity
+
+    def _expect(self, expected: Float[np.ndarray, "S G"], count: int, capacity: int) -> None:
+        """Take a step into the mean throughput."""
+        curve = self._curve if capacity else self._plain
+        assert curve is not None  # without a plain curve every step drafts
+        likeliest = np.sort(expected.ravel())[::-1][: max(capacity - count, 0)]
+        self.tokens += STEP_RATE * (count + likeliest.sum() - self.tokens)
+        self.seconds += STEP_RATE * (curve.seconds(max(capacity, count)) - self.seconds)

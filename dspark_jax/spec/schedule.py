@@ -189,7 +189,7 @@ def choose_capacity(
     curve: CostCurve,
     *,
     plain: CostCurve | None = None,
-    prompts: float = 0.0,
+    rate: float = 0.0,
 ) -> int:
     """Choose the bucket of a round: the best throughput over the whole cost curve. Runs on the host.
 
@@ -203,8 +203,9 @@ def choose_capacity(
         num_active: requests of the round, each with one row of its own.
         curve: seconds of a round by bucket.
         plain: seconds of a round that drafts nothing at all; None where a round always drafts.
-        prompts: seconds that prompts running along add to the round, whatever it drafts; they commit nothing, and make
-            what is drafted besides cheap in comparison.
+        rate: tokens that a second brings in the long run. Where no bucket comes up to it, as when few requests run for
+            a moment, the bucket of the largest tokens - rate * seconds is chosen: time is worth what it brings
+            elsewhere.
 
     Returns:
         Rows of the round, a bucket of the curve; of equally good ones, the smallest. 0 means that not even drafting
@@ -222,12 +223,12 @@ def choose_capacity(
     best = np.sort(np.nan_to_num(survival, nan=0.0).ravel())[::-1]
     gain = np.concatenate([[0.0], np.cumsum(best, dtype=np.float64)])
     drafts = np.minimum(buckets - num_active, num_active * survival.shape[1])
-    seconds = np.asarray(curve.bucket_seconds[first:]) + prompts
-    throughput = (num_active + gain[np.minimum(drafts, best.size)]) / seconds
-    best_round = int(np.argmax(throughput))
-    if plain is not None and num_active / (plain.seconds(num_active) + prompts) >= throughput[best_round]:
-        return 0
-    return int(buckets[best_round])
+    tokens, seconds = num_active + gain[np.minimum(drafts, best.size)], np.asarray(curve.bucket_seconds[first:])
+    if plain is not None:
+        buckets, tokens = np.append(0, buckets), np.append(num_active, tokens)
+        seconds = np.append(plain.seconds(num_active), seconds)
+    throughput = tokens / seconds
+    return int(buckets[np.argmax(throughput if np.max(throughput) >= rate else tokens - rate * seconds)])
 
 
 def fill_capacity(
@@ -356,15 +357,9 @@ class Scheduled(_Profiled):
 
     Attributes:
         plain: cost of a round that drafts nothing; None where every round drafts.
-        prompt_token: seconds that a token of a prompt adds to the round it runs along with.
     """
 
     plain: CostCurve | None = None
-    prompt_token: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.prompt_token) and self.prompt_token >= 0):
-            raise ValueError(f"a prompt token costs {self.prompt_token} seconds: expected 0 or more; profile again.")
 
     def __str__(self) -> str:
         return "scheduled"

@@ -59,13 +59,17 @@ def test_one_poor_block_does_not_end_drafting_and_many_do():
     assert made.capacity(["a"]) in CHEAP.buckets
 
 
-def test_beside_prompts_more_is_worth_drafting():
-    """Alone, 1.4 / 1.2 < 1 / 0.8; beside prompts of a second, 1.4 / 2.2 > 1 / 1.8."""
-    made = scheduling(CostCurve((1, 2, 3), (1.1, 1.2, 1.6)))
-    for _ in range(50):
-        made.report("a", np.array([0.4, 0.0]))
-    assert made.capacity(["a"]) == 0
-    assert made.capacity(["a"], prompts=1.0) == 2
+def test_few_requests_for_a_moment_do_not_draft_at_the_cost_of_the_others():
+    """Alone, 1.5 / 1.4 > 1 / 1; but where four running bring 4 tokens in 1.1 seconds, .4 seconds are worth more."""
+    curve, plain = CostCurve((1, 2, 4, 8), (1.3, 1.4, 3.0, 6.0)), CostCurve((1, 4), (1.0, 1.1))
+    few, many = scheduling(curve, plain), scheduling(curve, plain)
+    for made, running in ((few, ["a"]), (many, ["a", "b", "c", "d"])):
+        made.probing.skips = lambda pays: not pays
+        for _ in range(100):
+            made.report("a", np.array([0.5, 0.0]))
+            made.capacity(running)
+    assert few.capacity(["a"]) == 2 and many.capacity(["a"]) == 0
+    assert abs(few.tokens / few.seconds - 1.5 / 1.4) < 0.01 and abs(many.tokens / many.seconds - 4 / 1.1) < 0.1
 
 
 def test_ended_requests_are_forgotten_but_for_the_mean():

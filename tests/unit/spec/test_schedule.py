@@ -176,11 +176,12 @@ class TestChooseCapacity:
         assert choose_capacity(np.full((4, 2), 0.9), 1, CostCurve((1, 3, 9), (1.0, 1.0, 1.001))) == 3
         assert choose_capacity(np.full((4, 2), 0.9), 0, CostCurve((1, 3), (1.0, 1.0))) == 1
 
-    def test_prompts_that_run_along_make_drafts_worth_while(self):
-        curve, plain = CostCurve((1, 2, 4), (1.5, 1.6, 2.4)), CostCurve((1,), (1.0,))
-        values = np.array([[0.5, 0.3, 0.2]])
-        # 1/1 > 1.5/1.6; 1/1.2 < 1.5/1.8; 1/5, 1.5/5.6 and 2/6.4.
-        assert [choose_capacity(values, 1, curve, plain=plain, prompts=p) for p in (0.0, 0.25, 4.0)] == [0, 2, 4]
+    def test_time_is_worth_what_it_brings_in_the_long_run(self):
+        curve, plain = CostCurve((1, 2, 4), (1.2, 1.3, 1.9)), CostCurve((1,), (1.0,))
+        values = np.array([[0.6, 0.5, 0.4]])
+        # Throughputs 1/1 < 1.6/1.3 < 2.5/1.9 decide up to 1.3; at 1.6, -.6, -.48, -.54 tokens; at 3, -2, -2.3, -3.2.
+        assert [choose_capacity(values, 1, curve, plain=plain, rate=r) for r in (0.0, 1.3, 1.6, 3.0)] == [4, 4, 2, 0]
+        assert [choose_capacity(values, 1, curve, rate=r) for r in (3.0, 7.0)] == [2, 1]
 
     def test_what_must_run_must_fit(self):
         with pytest.raises(ValueError, match="5 does not fit the largest bucket 4"):
@@ -251,8 +252,6 @@ class TestPolicies:
 
     def test_the_curve_reaches_those_who_use_it(self):
         assert parse_policy("scheduled", APPENDIX_A) == Scheduled(APPENDIX_A)
-        with pytest.raises(ValueError, match="prompt token costs nan"):
-            Scheduled(APPENDIX_A, prompt_token=float("nan"))
         assert parse_policy("greedy", APPENDIX_A) == Greedy(APPENDIX_A) != Scheduled(APPENDIX_A)
         assert parse_policy("fixed:2", APPENDIX_A) == Fixed(2)
 
