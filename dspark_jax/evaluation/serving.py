@@ -1,13 +1,12 @@
 """Closed-loop load: a fixed number of requests in flight, systems side by side (the paper's Figures 7 and 8).
 
-Every finished request is replaced at once, so the engine always serves the same number. Systems are interleaved inside
-every repeat: a machine that slows down or speeds up meets all of them alike.
+Every finished request is replaced at once, so the engine always serves the same number. Systems take turns of a second
+or two inside every repeat: a machine that slows down or speeds up meets all of them alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,17 +18,17 @@ from dspark_jax import buckets
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.profile import StepProfile, measure_profile
-from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.engine.requests import Prompt
-from dspark_jax.engine.results import Generation, Statistics
+from dspark_jax.engine.results import Generation
+from dspark_jax.evaluation.closed_loop import ClosedLoop, LoadPoint, LoadSettings
 from dspark_jax.evaluation.lossless import NEAR_TIE_LOAD, Difference, LosslessCheck, find_difference
 from dspark_jax.evaluation.tables import Grid
 from dspark_jax.sampling import GREEDY_TEMPERATURE
 from dspark_jax.spec.schedule import Fixed, NoDraft, Policy, Scheduled
 from dspark_jax.target.loading import Target
 
-_GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, modulo 1, fill the unit interval evenly."""
+TURNS = 12
+"""Of every system inside a repeat; each finishes its share of the requests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,82 +44,6 @@ class ServingSystem:
     name: str
     drafter: Drafter | None
     policy: Policy | None
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadSettings:
-    """How load is made.
-
-    Attributes:
-        concurrency: requests in flight, one measurement each.
-        requests: requests that finish in a measurement, as a multiple of the concurrency.
-        least: requests that finish in a measurement at least: few of them are a matter of luck.
-        max_new_tokens: of the requests, on average.
-        spread: how far a request's own number of tokens may lie from that, as a share of it. Requests of one length end
-            together and bring their prompts together, which no real load does.
-        max_length: tokens a slot holds.
-        temperature: of every request; request i uses seed i.
-        repeats: interleaved repeats.
-        profile_context: tokens in every slot while step costs are measured.
-        chunk: prompt tokens of a step.
-    """
-
-    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    requests: int = 3
-    least: int = 18
-    max_new_tokens: int = 64
-    spread: float = 0.5
-    max_length: int = 384
-    temperature: float = 0.0
-    repeats: int = 3
-    profile_context: int = 128
-    chunk: int = 64
-
-    def budget(self, request: int) -> int:
-        """Tokens of a request, the same for every system; any few in a row are spread evenly."""
-        place = request * _GOLDEN % 1.0
-        return max(1, round(self.max_new_tokens * (1 + self.spread * (2 * place - 1))))
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadPoint:
-    """One measurement.
-
-    Attributes:
-        system, concurrency, repeat: what was measured.
-        tokens: committed while the clock ran.
-        seconds: on the clock.
-        request_rates: tokens a second of each finished request, from its first token to its last.
-        budget: mean rows of a step for anchors and drafts.
-        drafts, accepted: draft tokens verified and accepted.
-        padding: share of rows that carried nothing.
-        planning: share of the time the host spent planning and dispatching.
-        compilations: programs compiled while the clock ran; anything but 0 spoils the measurement.
-        prompt_steps: steps that carried a prompt chunk.
-        compared: answers compared with the first system's; 0 where texts are sampled.
-        differences: those that are not the same text.
-    """
-
-    system: str
-    concurrency: int
-    repeat: int
-    tokens: int
-    seconds: float
-    request_rates: tuple[float, ...]
-    budget: float
-    drafts: int
-    accepted: int
-    padding: float
-    planning: float
-    compilations: int
-    prompt_steps: int
-    compared: int = 0
-    differences: tuple[Difference, ...] = ()
-
-    @property
-    def throughput(self) -> float:
-        """Tokens a second of all requests together."""
-        return self.tokens / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,17 +115,23 @@ def measure_load(
             load.profiles[concurrency] = profile
     for system in systems:
         # Off the record: the first lap of a system is slower than the others.
-        _closed_loop(engines[system.name], system.name, -1, prompts, dataclasses.replace(settings, requests=1, least=1))
+        lap = ClosedLoop(engines[system.name], prompts, dataclasses.replace(settings, requests=1, least=1))
+        lap.run(1.0)
+        lap.finish(system.name, -1)
     first: dict[int, Generation] = {}
     for repeat in range(settings.repeats):
-        for system in systems:
-            say(f"{concurrency} in flight: {system.name}, repeat {repeat + 1} of {settings.repeats}")
-            point, answers = _closed_loop(engines[system.name], system.name, repeat, prompts, settings)
-            if system is systems[0]:
-                first |= answers
+        loops = {system.name: ClosedLoop(engines[system.name], prompts, settings) for system in systems}
+        for turn in range(TURNS):
+            say(f"{concurrency} in flight, repeat {repeat + 1} of {settings.repeats}, turn {turn + 1} of {TURNS}")
+            for loop in loops.values():
+                loop.run((turn + 1) / TURNS)
+        for name, loop in loops.items():
+            point = loop.finish(name, repeat)
+            if name == systems[0].name:
+                first |= loop.answers
             elif settings.temperature < GREEDY_TEMPERATURE:
-                both = sorted(answers.keys() & first.keys())
-                found = (find_difference(system.name, str(i), first[i], answers[i]) for i in both)
+                both = sorted(loop.answers.keys() & first.keys())
+                found = (find_difference(name, str(i), first[i], loop.answers[i]) for i in both)
                 differences = tuple(d for d in found if d is not None)
                 point = dataclasses.replace(point, compared=len(both), differences=differences)
             load = dataclasses.replace(load, points=(*load.points, point))
@@ -251,63 +180,6 @@ def _ladder(policy: Policy, concurrency: int, block: int = 0) -> tuple[int, ...]
         return tuple(sorted({max(1, concurrency * (policy.k + 1) // 2), concurrency * (policy.k + 1)}))
     fine = buckets.rungs(concurrency * (block + 1), first=concurrency, ratio=1.25)
     return tuple(sorted({max(1, concurrency // 2), *fine}))
-
-
-def _closed_loop(
-    engine: Engine, name: str, repeat: int, prompts: Sequence[Prompt], settings: LoadSettings
-) -> tuple[LoadPoint, dict[int, Generation]]:
-    """Measure one system; returns the measurement and its answers by number of submission."""
-    concurrency = engine.steps.slots
-    goal, next_prompt, tokens = max(settings.requests * concurrency, settings.least), 0, 0
-    rates: list[float] = []
-    answers: dict[int, Generation] = {}
-    first = engine.submitted
-
-    def submit() -> None:
-        nonlocal next_prompt
-        engine.submit(
-            prompts[next_prompt % len(prompts)],
-            max_new_tokens=settings.budget(next_prompt),
-            temperature=settings.temperature,
-            seed=next_prompt,
-        )
-        next_prompt += 1
-
-    engine.statistics = Statistics()
-    compiled, started = PROGRAMS.count, time.perf_counter()
-    for _ in range(concurrency):
-        submit()
-    while len(rates) < goal:
-        for event in engine.step():
-            tokens += len(event.tokens)
-            if event.finish_reason is not None:
-                answers[event.request - first] = answer = engine.take(event.request)
-                rates.append((len(answer.tokens) - 1) / max(answer.timings.decode, 1e-9))
-                submit()
-    seconds, compiled = time.perf_counter() - started, PROGRAMS.count - compiled
-    for request in [r for r in engine.requests if r is not None] + list(engine.queue):
-        engine.cancel(request.id)
-    for _ in engine.stream():
-        pass
-    for number in list(engine.results):
-        engine.take(number)
-    s = engine.statistics
-    point = LoadPoint(
-        system=name,
-        concurrency=concurrency,
-        repeat=repeat,
-        tokens=tokens,
-        seconds=seconds,
-        request_rates=tuple(rates),
-        budget=s.verify_budget / max(s.verify_steps, 1),
-        drafts=s.drafts,
-        accepted=s.accepted,
-        padding=s.padding,
-        planning=s.plan_seconds / seconds,
-        compilations=compiled,
-        prompt_steps=s.prompt_steps,
-    )
-    return point, answers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,12 @@ from random_models import VOCAB, random_drafter, random_target
 
 from dspark_jax.bench.serve import Replay, bench_replay
 from dspark_jax.engine.profile import StepProfile, measure_profile
+from dspark_jax.evaluation.closed_loop import LoadSettings
 from dspark_jax.evaluation.replay import record_traces, replay, save_traces
 from dspark_jax.evaluation.serving import (
+    TURNS,
     Load,
     LoadPoint,
-    LoadSettings,
     ServingSystem,
     best_other_ratio,
     load_from_report,
@@ -59,7 +60,7 @@ def test_every_system_serves_the_same_load(measured, tmp_path):
         assert 0 <= point.padding < 1 and 0 < point.planning < 1
     assert all(p.drafts == 0 for p in points if p.system == "plain")
     assert all(p.budget <= 6 for p in points if p.system == "fixed 2")
-    assert set(profiles) == {2} and len(said) == 3 + 6
+    assert set(profiles) == {2} and len(said) == 3 + 2 * TURNS
     assert load.lossless.compared >= 8 and not load.lossless.faults
     rows = summarize_load(points)
     assert [r.system for r in rows] == ["plain", "fixed 2", "scheduled"]
