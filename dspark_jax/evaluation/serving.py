@@ -210,9 +210,10 @@ class LoadRow:
 
 
 def summarize_load(points: Sequence[LoadPoint]) -> list[LoadRow]:
-    """One row a system and concurrency, in the order of measurement."""
+    """One row a system and concurrency, by concurrency, systems in the order of measurement."""
     rows = []
-    for concurrency, system in dict.fromkeys((p.concurrency, p.system) for p in points):
+    found = dict.fromkeys((p.concurrency, p.system) for p in points)
+    for concurrency, system in sorted(found, key=lambda key: key[0]):
         some = [p for p in points if (p.concurrency, p.system) == (concurrency, system)]
         rates = np.concatenate([p.request_rates for p in some])
         throughput = np.array([p.throughput for p in some])

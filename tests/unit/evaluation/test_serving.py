@@ -64,6 +64,8 @@ def test_every_system_serves_the_same_load(measured, tmp_path):
     assert load.lossless.compared >= 8 and not load.lossless.faults
     rows = summarize_load(points)
     assert [r.system for r in rows] == ["plain", "fixed 2", "scheduled"]
+    mixed = [*points, *(dataclasses.replace(p, concurrency=1) for p in points)]
+    assert [r.concurrency for r in summarize_load(mixed)] == [1] * 3 + [2] * 3
     assert "| 2 | scheduled |" in markdown(load_grid(rows))
     report = json.loads(json.dumps(load_report(load, settings)))
     assert load_from_report(report, tmp_path) == load == load.finished(6) and load.finished(7) == Load()
