@@ -100,11 +100,13 @@ def measure_load(
         What has been measured so far, after every repeat. Greedy texts are compared with those of the first system.
 
     Raises:
-        ValueError: no prompts, or systems that share a name.
+        ValueError: no prompts, systems that share a name, or a spread that is not a share.
     """
     names = [system.name for system in systems]
     if not prompts or len(set(names)) < len(names):
         raise ValueError(f"expected prompts and systems with distinct names, found {len(prompts)} and {names}")
+    if not 0 <= settings.spread <= 1:
+        raise ValueError(f"requests' lengths spread by {settings.spread}: expected a share from 0 to 1")
     say = on_progress or (lambda what: None)
     engines: dict[str, Engine] = {}
     load = Load()

@@ -79,6 +79,8 @@ def test_requests_differ_in_length_but_not_between_systems():
     assert len(set(budgets)) > 12 and min(budgets) >= 16 and max(budgets) <= 48
     assert abs(np.mean(budgets) - 32) < 2
     assert {dataclasses.replace(settings, spread=0.0).budget(i) for i in range(16)} == {32}
+    with pytest.raises(ValueError, match=r"spread by 1.5: expected a share"):
+        next(measure_load(TARGET, [ServingSystem("plain", None, NoDraft())], PROMPTS, LoadSettings(spread=1.5), 1))
 
 
 def test_a_measured_load_is_replayed_beside_its_measurements(measured, tmp_path):
