@@ -50,22 +50,28 @@ def survivals(rates, valid, active):
 
 
 @settings(max_examples=60, deadline=None)
-@given(rates, validity, activity, staircases())
-def test_the_search_finds_the_best_of_all_prefix_lengths(rates, valid, active, stairs):
+@given(rates, validity, activity, staircases(), strategies.sampled_from([0.0, 0.71, 1.31, 2.93, 40.3]))
+def test_the_search_finds_the_best_of_all_prefix_lengths(rates, valid, active, stairs, rate):
+    """The best throughput; where none comes up to the long-run rate, the most tokens less what their time is worth."""
     values, curve = survivals(rates, valid, active), CostCurve.monotone(*stairs)
     requests, limits = sum(active), np.where(active, valid, 0)
-    capacity = choose_capacity(values, requests, curve)
+    capacity = choose_capacity(values, requests, curve, rate=rate)
     chosen = jit_fill(jnp.asarray(values, jnp.float32), jnp.asarray(valid), jnp.asarray(active), capacity)
     gains = np.pad(np.cumsum(values, axis=1), ((0, 0), (1, 0)))
 
-    def throughput(lengths, seconds):
-        return (requests + gains[np.arange(SLOTS), np.array(lengths)].sum()) / seconds
+    def tokens(lengths):
+        return requests + gains[np.arange(SLOTS), np.array(lengths)].sum()
 
-    best = max(
-        throughput(lengths, curve.seconds(requests + sum(lengths)))
+    rounds = [
+        (tokens(lengths), curve.seconds(requests + sum(lengths)))
         for lengths in itertools.product(*(range(limit + 1) for limit in limits))
-    )
-    np.testing.assert_allclose(throughput(chosen, curve.seconds(capacity)), best, rtol=1e-12)
+    ]
+    best = max(t / s for t, s in rounds)
+    found, seconds = tokens(chosen), curve.seconds(capacity)
+    if best >= rate:
+        np.testing.assert_allclose(found / seconds, best, rtol=1e-12)
+    else:
+        np.testing.assert_allclose(found - rate * seconds, max(t - rate * s for t, s in rounds), rtol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
