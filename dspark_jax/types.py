@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.products import float32_product
+
 Params = dict[str, Any]
 """Nested dict of parameters; the path `layers_0/self_attn/q_proj/weight` is the checkpoint name with dots."""
 
@@ -43,10 +45,7 @@ class TargetTables:
 
     def logits(self, hidden: Float[Array, "... D"], dtype: Any = jnp.float32) -> Float[Array, "... V"]:
         """Post-norm hidden states to float32 logits, soft-cap included; the product runs in `dtype`."""
-        out = jnp.einsum(
-            "...d,vd->...v", hidden.astype(dtype), self.head.astype(dtype), preferred_element_type=jnp.float32
-        )
-        return soft_capped(out, self.soft_cap)
+        return soft_capped(float32_product(hidden.astype(dtype), self.head.astype(dtype)), self.soft_cap)
 
 
 def soft_capped(logits: Float[Array, "..."], soft_cap: float | None) -> Float[Array, "..."]:

@@ -14,7 +14,8 @@ PACKAGE = REPOSITORY / "dspark_jax"
 # A part is a module or a subpackage directly under the package. Parts import parts of lower layers only. A new part
 # needs a place here before anything else.
 LAYERS = (
-    {"types", "config", "buckets", "files", "progress", "terminal", "huggingface", "sampling", "sharding", "nn"},
+    {"types", "products", "config", "buckets", "files", "progress", "terminal", "huggingface"}
+    | {"sampling", "sharding", "nn"},
     {"target", "draft", "spec", "data"},
     {"training", "engine", "evaluation"},
     {"eval", "train", "regenerate", "calibrate", "profile", "convert", "compile", "bench", "cache", "curves"},

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.nn import run
-from dspark_jax.nn.linear import Linear, product
+from dspark_jax.nn.linear import Linear
+from dspark_jax.products import product
 from dspark_jax.types import Params
 
 

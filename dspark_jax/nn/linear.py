@@ -1,4 +1,4 @@
-"""Linear layers with weights in checkpoint layout and mixed-precision products."""
+"""Linear layers and norms."""
 
 from __future__ import annotations
 
@@ -9,42 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-
-def product(x: Float[Array, "... I"], weight: Float[Array, "O I"], dtype: Any) -> Float[Array, "... O"]:
-    """Compute `x @ weight.T` in `dtype` with float32 accumulation, forward and backward.
-
-    Args:
-        x: inputs, any leading axes.
-        weight: `[out, in]`, the checkpoint layout.
-        dtype: type of the operands; the result has it too, the weight's gradient is in the weight's own type.
-    """
-    if dtype == jnp.float32:
-        return jnp.einsum("...i,oi->...o", x.astype(dtype), weight.astype(dtype))
-    return _low_precision_product(x.astype(dtype), weight)
-
-
-@jax.custom_vjp
-def _low_precision_product(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
-    # Accumulating in float32 and rounding once is both more exact and, on CPUs with matrix units, several times faster.
-    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def _product_forward(x, weight):
-    return _low_precision_product(x, weight), (x, weight)
-
-
-def _product_backward(residuals, cotangent):
-    x, weight = residuals
-    cotangent = cotangent.astype(x.dtype)
-    dx = jnp.einsum("...o,oi->...i", cotangent, weight.astype(x.dtype), preferred_element_type=jnp.float32).astype(
-        x.dtype
-    )
-    rows, outs = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
-    dw = jnp.einsum("to,ti->oi", outs, rows, preferred_element_type=jnp.float32).astype(weight.dtype)
-    return dx, dw
-
-
-_low_precision_product.defvjp(_product_forward, _product_backward)
+from dspark_jax.products import product
 
 
 class Linear(nn.Module):
