@@ -147,6 +147,7 @@ class DrafterConfig:
         step_loss_decay: EAGLE-3's and MTP's factor between training-time-test steps.
         confidence_temperatures: calibration (SPEC §8): what `propose` divides the confidence logit of each position by;
             None leaves the logits as trained. Training never sees them.
+        draft_vocab_size: tokens it can draft, some of the target's; None for all of them, as in training.
     """
 
     kind: Literal["dspark", "eagle3", "mtp", "ngram", "lm"]
@@ -162,9 +163,14 @@ class DrafterConfig:
     num_anchors: int = 512
     step_loss_decay: float = 0.8
     confidence_temperatures: tuple[float, ...] | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         self._check_temperatures()
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}: expected 1 to {self.decoder.vocab_size}, the target's"
+            )
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, found {self.block_size}")
         if self.kind not in _TAPPING and self.target_layer_ids:

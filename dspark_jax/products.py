@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 
 _FEW_ROWS = 32
 """Inputs up to which a CPU multiplies faster with the weight as the left operand."""
+_TILE = 16
+"""Up to it, 2, 4, 8 and 16 inputs take less time than the numbers between them."""
 
 
 def product(x: Float[Array, "... I"], weight: Float[Array, "O I"], dtype: Any) -> Float[Array, "... O"]:
@@ -43,10 +45,14 @@ def _contract(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Ar
 
 
 def _weight_first(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count < _TILE:
+        rows = jnp.pad(rows, ((0, (1 << (count - 1).bit_length()) - count), (0, 0)))
     # The compiler would fold the transpositions into the product and swap its operands again, but for the barriers.
-    columns = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
+    columns = jax.lax.optimization_barrier(rows.T)
     out = jax.lax.optimization_barrier(weight @ columns)
-    return out.T.reshape(*x.shape[:-1], weight.shape[0])
+    return out[:, :count].T.reshape(*x.shape[:-1], weight.shape[0])
 
 
 @jax.custom_vjp

@@ -30,6 +30,7 @@ PARAMETERS: tuple[tuple[str, P], ...] = (
     (r"(o|down)_proj/weight$", P("fsdp", "tensor")),
     (r"fc/weight$", P("fsdp", "tensor")),
     (r"(embed|head)$", P("tensor", "fsdp")),
+    (r"draft_vocabulary/ids$", P()),
 )
 
 # For drafting: nothing is exchanged inside the sequential head's scan, for whole tables on every device.

@@ -1,8 +1,8 @@
 """Values that cross package borders, and the dimension letters of every shape annotation.
 
 Dimension letters: B rows or requests, L context length, A anchors per row, G block size (gamma), D model width,
-N/K query/KV heads, H head width, F tapped layers, R Markov rank, V vocabulary, S cache slots, C cache length,
-T ragged rows (tokens of a batch), Q ragged rows per slot.
+N/K query/KV heads, H head width, F tapped layers, R Markov rank, V vocabulary, Vd what of it a drafter drafts, S cache
+slots, C cache length, T ragged rows (tokens of a batch), Q ragged rows per slot.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dspark_jax.config import DecoderConfig, DrafterConfig, RopeConfig
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.loading import functions_for
 from dspark_jax.draft.ngram import ngram_drafter
+from dspark_jax.draft.vocabulary import reduce_vocabulary
 from dspark_jax.engine.drafters import independent_drafter
 from dspark_jax.nn.decoder import is_constant
 from dspark_jax.target.loading import Target, parameter_shapes
@@ -40,7 +41,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "gemma4": {"markov_rank": 3, "confidence_head": True},
 }
 AUTOREGRESSIVE = ("eagle3", "mtp")
-KINDS = (*HEADS, *AUTOREGRESSIVE)
+# What a drafter is that may draft every second token only.
+REDUCED = {"reduced": "vanilla", "reduced_eagle3": "eagle3"}
+KINDS = (*HEADS, *AUTOREGRESSIVE, *REDUCED)
 # Drafters that are not trained.
 UNTRAINED = ("ngram", "lm")
 
@@ -77,6 +80,11 @@ def random_drafter(kind: str, block: int = BLOCK, vocab: int = VOCAB, seed: int 
     if kind == "lm":
         # Its table is padded: the last two ids exist for it alone.
         return independent_drafter(random_target(vocab + 2, seed=7), random_target(vocab), block_size=block)
+    if kind in REDUCED:
+        whole = dataclasses.replace(
+            random_drafter(REDUCED[kind], block, vocab, seed), tables=random_target(vocab).tables
+        )
+        return dataclasses.replace(reduce_vocabulary(whole, range(0, vocab, 2)), name=kind)
     layers = 2 if kind in ("sliding", "gemma4") else 1
     decoder = dataclasses.replace(
         TARGET, family="qwen3", qk_norm=True, num_layers=layers, vocab_size=vocab,

@@ -107,17 +107,36 @@ class Drafter:
     tables: TargetTables | None = None
 
 
-def chooser(sampling: Sampling, keys: jax.Array, positions: Int[Array, "S"]):
-    """Return `choose(logits [S, V], k) -> (tokens [S], probs [S, V] | None)` for slot k of blocks at `positions`.
+def chooser(
+    sampling: Sampling,
+    keys: jax.Array,
+    positions: Int[Array, "S"],
+    ids: Int[Array, "Vd"] | None = None,
+    vocab_size: int | None = None,
+):
+    """Return `choose(logits [S, Vd], k) -> (tokens [S], probs [S, V] | None)` for slot k of blocks at `positions`.
 
     In greedy mode tokens are deterministic and no distribution over the vocabulary is built.
+
+    Args:
+        sampling, keys: of the requests.
+        positions: of their anchors.
+        ids: target ids of a reduced draft vocabulary; None where logits are over the target's own.
+        vocab_size: V, with `ids`.
     """
 
     def choose(logits, k):
         if sampling.mode == "greedy":
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-        probs = probabilities(logits, sampling)
-        slot = jnp.broadcast_to(k, (positions.shape[0], 1))
-        return sample(probs, uniforms(keys, positions, Purpose.PROPOSE, slot)[:, 0]), probs
+            tokens, probs = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        else:
+            probs = probabilities(logits, sampling)
+            slot = jnp.broadcast_to(k, (positions.shape[0], 1))
+            tokens = sample(probs, uniforms(keys, positions, Purpose.PROPOSE, slot)[:, 0])
+        if ids is None:
+            return tokens, probs
+        if probs is not None:
+            # What cannot be drafted has probability 0: rejection sampling makes up for it.
+            probs = jnp.zeros((probs.shape[0], vocab_size)).at[:, ids].set(probs)
+        return jnp.take(ids, tokens), probs
 
     return choose

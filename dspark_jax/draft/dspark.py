@@ -14,6 +14,7 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.backbone import ParallelDrafter, training_attend
 from dspark_jax.draft.contract import chooser
 from dspark_jax.draft.heads import sample_block
+from dspark_jax.draft.vocabulary import draft_head, draft_ids
 from dspark_jax.nn import run
 from dspark_jax.nn.attention import KVCache, RaggedPlan, cache_attend, make_plan
 from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
@@ -142,7 +143,7 @@ class DSparkFunctions:
             method="blocks",
         )
         hidden = hidden.reshape(slots, block_size, -1)
-        base_logits = tables.logits(hidden, self.dtype)
+        base_logits = draft_head(params, tables).logits(hidden, self.dtype)
         if self.gather_logits:
             # In two steps: else the head is gathered, not what it gives.
             base_logits = constrain(constrain(base_logits, "block_logits"), "whole")
@@ -152,7 +153,7 @@ class DSparkFunctions:
             base_logits,
             hidden,
             anchors,
-            chooser(sampling, keys, lengths),
+            chooser(sampling, keys, lengths, draft_ids(params), tables.embed.shape[0]),
             self.dtype,
         )
         confidence = None

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.draft.contract import chooser
+from dspark_jax.draft.vocabulary import draft_head, draft_ids
 from dspark_jax.nn import run
 from dspark_jax.nn.attention import (
     Attend,
@@ -172,12 +173,13 @@ class Eagle3Functions:
     ) -> tuple[Eagle3State, Proposal]:
         """Draft autoregressively: token k comes from step k-1's state and then runs as row `lengths - 1 + k`."""
         slots = anchors.shape[0]
-        choose = chooser(sampling, keys, lengths)
+        head = draft_head(params, tables)
+        choose = chooser(sampling, keys, lengths, draft_ids(params), tables.embed.shape[0])
         slot_ids = jnp.where(active, jnp.arange(slots), slots)
 
         def draft(hidden, k):
             normed = run(self.module, params, hidden, method="head")
-            return choose(tables.logits(normed, self.dtype), k)
+            return choose(head.logits(normed, self.dtype), k)
 
         def body(carry, k):
             hidden, cache, token = carry

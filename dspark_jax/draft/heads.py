@@ -45,7 +45,7 @@ class MarkovHead(nn.Module):
         """Declare sublayers and parameters."""
         vocab, rank = self.config.decoder.vocab_size, self.config.markov_rank
         self.markov_w1 = Table(vocab, rank)
-        self.markov_w2 = Table(vocab, rank, zero_init=True)
+        self.markov_w2 = Table(self.config.draft_vocab_size or vocab, rank, zero_init=True)
         if self.config.markov_head == "gated":
             self.gate_proj = Linear(rank, use_bias=True, dtype=self.dtype)
         elif self.config.markov_head == "rnn":
@@ -103,14 +103,14 @@ class ConfidenceHead(nn.Module):
         return self.proj(jnp.concatenate([p.astype(jnp.float32) for p in parts], axis=-1))[..., 0]
 
 
-Choose = Callable[[Float[Array, "S V"], Int[Array, ""]], tuple[Int[Array, "S"], Float[Array, "S V"] | None]]
+Choose = Callable[[Float[Array, "S Vd"], Int[Array, ""]], tuple[Int[Array, "S"], Float[Array, "S V"] | None]]
 """`choose(logits, k) -> (tokens, probs or None)`: how slot k's token is drawn from its logits."""
 
 
 def sample_block(
     config: DrafterConfig,
     params: Params | None,
-    base_logits: Float[Array, "S G V"],
+    base_logits: Float[Array, "S G Vd"],
     hidden: Float[Array, "S G D"],
     anchors: Int[Array, "S"],
     choose: Choose,

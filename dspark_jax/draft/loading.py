@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.eagle3 import Eagle3Functions
-from dspark_jax.draft.vocabulary import check_vocabulary
+from dspark_jax.draft.vocabulary import VOCABULARY, read_vocabulary, vocabulary_tensors
 from dspark_jax.files import atomic_write
 from dspark_jax.huggingface import (
     GEMMA4_FAMILIES,
@@ -92,12 +93,15 @@ def load_drafter(name_or_path: str, target: Any) -> Drafter:
     config = drafter_config(read_json(folder / "config.json"), str(folder / "config.json"))
     files = SafetensorsFolder(folder)
     tensors = {name: files.read(name) for name in files.names()}
-    _check_target(config, target, tensors.pop("d2t", None), folder)
+    _check_target(config, target, folder)
+    reduced = read_vocabulary(tensors, config.draft_vocab_size, target.tables, str(folder))
+    size = len(reduced[VOCABULARY]["ids"]) if reduced else None
+    config = dataclasses.replace(config, draft_vocab_size=size)
     for name in _TARGET_TENSORS:
         _check_target_tensor(name, tensors.pop(name, None), target.tables, folder)
     functions = functions_for(config, target.dtype)
     params = arrange_params(functions, tensors, str(folder))
-    return Drafter(name_or_path, config, params, functions, target.tables)
+    return Drafter(name_or_path, config, {**params, **reduced}, functions, target.tables)
 
 
 def arrange_params(functions: DSparkFunctions | Eagle3Functions, tensors: dict[str, np.ndarray], where: str) -> Params:
@@ -152,7 +156,9 @@ def save_drafter(
             checkpoint of its own.
     """
     _check_stored(drafter.config)
-    tensors = {tensor_name(p): np.asarray(x, ml_dtypes.bfloat16) for p, x in _leaves(drafter.params)}
+    params = dict(drafter.params)
+    reduced = params.pop(VOCABULARY, None)
+    tensors = {tensor_name(p): np.asarray(x, ml_dtypes.bfloat16) for p, x in _leaves(params)}
     if include_target_tensors:
         if drafter.tables is None:
             raise ValueError(
@@ -161,6 +167,8 @@ def save_drafter(
             )
         tensors["embed_tokens.weight"] = np.asarray(drafter.tables.embed, ml_dtypes.bfloat16)
         tensors["lm_head.weight"] = np.asarray(drafter.tables.head, ml_dtypes.bfloat16)
+    if reduced is not None:
+        tensors |= vocabulary_tensors(reduced, drafter, with_head=include_target_tensors)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "model.safetensors") as f:
@@ -209,6 +217,7 @@ def drafter_config(config: dict[str, Any], where: str) -> DrafterConfig:
         "target_layers": int(_required(config, "num_target_layers", where)),
         "target_layer_ids": tuple(int(i) for i in _required(config, "target_layer_ids", where)),
         "confidence_temperatures": _temperatures(config, where),
+        "draft_vocab_size": None if (size := config.get("draft_vocab_size")) is None else int(size),
     }
     if kind in ("eagle3", "mtp"):
         return DrafterConfig(
@@ -240,7 +249,12 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
     """The `config.json` of a drafter; `drafter_config` reads it back (empty `layer_types` come back spelled out)."""
     d = config.decoder
     shape = decoder_json(d)
-    shared = {"num_target_layers": config.target_layers, "target_layer_ids": list(config.target_layer_ids)}
+    shared: dict[str, Any] = {
+        "num_target_layers": config.target_layers,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    if config.draft_vocab_size is not None:
+        shared["draft_vocab_size"] = config.draft_vocab_size
     if config.kind != "dspark":
         return {
             "architectures": [_architecture(config.kind, d)],
@@ -324,7 +338,7 @@ def _other_layout(config: dict[str, Any]) -> str:
     return "A target model belongs to --target."
 
 
-def _check_target(config: DrafterConfig, target: Any, d2t: np.ndarray | None, folder: Path) -> None:
+def _check_target(config: DrafterConfig, target: Any, folder: Path) -> None:
     """Refuse a drafter made for another target, naming both numbers."""
     found, expected = config.decoder, target.config
     for what, a, b in (
@@ -336,7 +350,11 @@ def _check_target(config: DrafterConfig, target: Any, d2t: np.ndarray | None, fo
         if a != b:
             raise ValueError(f"{folder}: the drafter was made for {what} {a}, target {target.name!r} has {b}")
     rows = target.tables.embed.shape[0]
-    check_vocabulary(found.vocab_size, rows, d2t, str(folder))
+    if found.vocab_size < rows:
+        raise ValueError(
+            f"{folder}: vocab_size is {found.vocab_size}, the target has {rows} tokens: a reduced vocabulary is "
+            "draft_vocab_size with a d2t map, vocab_size stays the target's"
+        )
     if config.mask_token_id is not None and config.mask_token_id >= rows:
         raise ValueError(
             f"{folder}: mask_token_id {config.mask_token_id} is not a row of the target's embedding table ({rows} rows)"

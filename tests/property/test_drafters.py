@@ -14,6 +14,7 @@ from random_models import (
     BLOCK,
     HEADS,
     KINDS,
+    REDUCED,
     TAPS,
     UNTRAINED,
     VOCAB,
@@ -23,6 +24,7 @@ from random_models import (
 )
 
 from dspark_jax.draft.loading import functions_for
+from dspark_jax.draft.vocabulary import draft_ids
 from dspark_jax.nn.attention import make_plan
 from dspark_jax.sampling import Purpose, make_sampling, probabilities, request_keys, sample, uniforms
 from dspark_jax.target.transformer import forward_rows
@@ -172,6 +174,10 @@ def language_model_program():
 
 def training_logits(kind, drafted, block):
     """Logits and confidences of a forward over whole rows for the blocks `drafted` after the texts of `filled`."""
+    if kind in REDUCED:
+        logits, confidence = training_logits(REDUCED[kind], drafted, block)
+        kept = np.isin(np.arange(VOCAB), np.asarray(draft_ids(random_drafter(kind).params)))
+        return np.where(kept, logits, -np.inf), confidence
     tokens, taps = (jnp.asarray(x) for x in TEXT)
     lengths = np.asarray(LENGTHS)
     if kind in HEADS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import DECODER, GEMMA4, MASK, VOCAB, write_drafter, write_target
 
 from dspark_jax.draft.loading import config_json, drafter_config, load_drafter, save_drafter, tensor_name
-from dspark_jax.draft.vocabulary import check_vocabulary, offsets_to_ids
+from dspark_jax.draft.vocabulary import VOCABULARY, ids_to_offsets, offsets_to_ids, reduce_vocabulary, stored_ids
 from dspark_jax.target.loading import build_params, load_target, parameter_shapes
 
 KINDS = ("dspark", "dflash", "eagle3", "mtp")
@@ -95,12 +96,20 @@ def test_target_tensors_are_written_on_request_and_not_copied_on_load(kind, targ
 
 def test_br17_padded_is_identity_and_pruned_is_offsets(target, tmp_path):
     np.testing.assert_array_equal(offsets_to_ids(np.asarray([5, 6, 6, 8])), [5, 7, 8, 11])
-    check_vocabulary(201024, 200058, None, "padded")
-    check_vocabulary(4, 4, np.zeros(4, np.int64), "full vocabulary")  # the identity is all zeros ...
-    with pytest.raises(ValueError, match="draft token 1 to target token 2"):
-        check_vocabulary(4, 4, np.arange(4), "doubled")  # ... and not 0, 1, 2, 3
+    np.testing.assert_array_equal(ids_to_offsets(np.asarray([5, 7, 8, 11])), [5, 6, 6, 8])
+    stored = functools.partial(stored_ids, where="here")
+    assert stored(None, None, stated=201024, target_rows=200058) is None, "padded"
+    assert stored(np.zeros(4, np.int64), None, stated=4, target_rows=4) is None, "the identity is all zeros ..."
+    with pytest.raises(ValueError, match="names token 4, the target has 4"):
+        stored(np.arange(4), None, stated=4, target_rows=4)  # ... and not 0, 1, 2, 3
     with pytest.raises(ValueError, match="needs a d2t map"):
-        check_vocabulary(3, 4, None, "pruned without a map")
+        stored(None, None, stated=3, target_rows=4)
+    with pytest.raises(ValueError, match="maps 2 tokens, draft_vocab_size is 3"):
+        stored(np.asarray([1, 1]), None, stated=3, target_rows=4)
+    with pytest.raises(ValueError, match="do not ascend"):
+        stored(np.asarray([1, 0]), None, stated=2, target_rows=4)
+    with pytest.raises(ValueError, match="t2d marks 1 tokens"):
+        stored(np.asarray([1, 1]), np.asarray([True, False, False, False]), stated=2, target_rows=4)
     # A padded checkpoint from disk: more Markov rows than the target has tokens.
     folder = write_drafter(tmp_path, "dspark")
     tensors = load_file(folder / "model.safetensors")
@@ -108,8 +117,36 @@ def test_br17_padded_is_identity_and_pruned_is_offsets(target, tmp_path):
     rewrite(folder, padded, vocab_size=VOCAB + 9)
     assert load_drafter(str(folder), target).config.decoder.vocab_size == VOCAB + 9
     rewrite(folder, {"d2t": np.full(VOCAB, 5, np.int64)})
-    with pytest.raises(ValueError, match="reduced draft vocabulary"):
+    with pytest.raises(ValueError, match=f"names token {VOCAB}, the target has {VOCAB}"):
         load_drafter(str(folder), target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_br17_a_reduced_vocabulary_keeps_its_map_on_disk(kind, target, tmp_path):
+    whole = load_drafter(str(write_drafter(tmp_path / "a", kind)), target)
+    reduced = reduce_vocabulary(whole, [11, 5, 8, 7, 8])
+    save_drafter(reduced, tmp_path / "b")
+    stored = load_file(tmp_path / "b" / "model.safetensors")
+    np.testing.assert_array_equal(stored["d2t"], [5, 6, 6, 8])
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), [5, 7, 8, 11])
+    assert stored["d2t"].dtype == np.int64 and "lm_head.weight" not in stored
+    again = load_drafter(str(tmp_path / "b"), target)
+    assert again.config == reduced.config and again.config.draft_vocab_size == 4
+    jax.tree.map(np.testing.assert_array_equal, again.params, reduced.params)
+    # With a head of its own, as checkpoints from elsewhere have it.
+    save_drafter(again, tmp_path / "c", include_target_tensors=True)
+    assert load_file(tmp_path / "c" / "model.safetensors")["lm_head.weight"].shape == (4, DECODER.hidden_size)
+    head = load_drafter(str(tmp_path / "c"), target).params[VOCABULARY]["head"]
+    np.testing.assert_allclose(head, reduced.params[VOCABULARY]["head"], rtol=2**-8)
+    with pytest.raises(ValueError, match="does not draft by its target's whole head"):
+        reduce_vocabulary(again, [5])
+    with pytest.raises(ValueError, match=f"names token {VOCAB}"):
+        reduce_vocabulary(whole, [5, VOCAB])
+    with pytest.raises(ValueError, match="vocabulary's 0 target ids"):
+        reduce_vocabulary(whole, [])
+    rewrite(tmp_path / "b", {"lm_head.weight": np.zeros((3, DECODER.hidden_size), np.float32)})
+    with pytest.raises(ValueError, match=r"lm_head.weight.*d2t asks for"):
+        load_drafter(str(tmp_path / "b"), target)
 
 
 def test_br19_the_mask_token_must_be_a_row_of_the_targets_table(target, tmp_path):
