@@ -144,7 +144,7 @@ def _engine(target: Target, context: int, rounds: int) -> dict[str, float]:
 def _sequential_head(drafter: Drafter, slots: Slots, vocab: int, total: float, repeats: int) -> dict[str, float]:
     """Seconds of the sampling scan beyond a plain argmax of the same base logits, and its share of a round."""
     shape = drafter.config
-    base = jax.random.normal(jax.random.key(0), (1, shape.block_size, vocab))
+    base = jax.random.normal(jax.random.key(0), (1, shape.block_size, shape.draft_vocab_size or vocab))
     hidden = jax.random.normal(jax.random.key(1), (1, shape.block_size, shape.decoder.hidden_size))
     anchors = jnp.ones((1,), jnp.int32)
     choose = chooser(slots.sampling, slots.keys, anchors)

@@ -8,7 +8,7 @@ target still writes. Reducing a trained drafter changes which drafts there are, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def draft_ids(params: Params | None) -> Int[Array, "Vd"] | None:
     return None if reduced is None else reduced["ids"]
 
 
-def reduce_vocabulary(drafter: Drafter, ids: Sequence[int]) -> Drafter:
+def reduce_vocabulary(drafter: Drafter, ids: Iterable[int]) -> Drafter:
     """Leave a drafter with some of its target's tokens to draft.
 
     Args:

@@ -12,6 +12,7 @@ from training_setup import tiny_config, tiny_target
 
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.draft.loading import functions_for
+from dspark_jax.draft.vocabulary import reduce_vocabulary
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.programs import PROGRAMS
 from dspark_jax.sharding import create_mesh
@@ -25,6 +26,9 @@ POLICIES = {"none": NoDraft(), "fixed": Fixed(3), "threshold": Threshold(0.5)}
 
 @functools.cache
 def drafter(kind):
+    if kind == "reduced":
+        whole = dataclasses.replace(drafter("dspark"), tables=TARGET.tables)
+        return reduce_vocabulary(whole, range(0, TARGET.config.vocab_size, 2))
     config = drafter_config(tiny_config(kind), TARGET.config)
     functions = functions_for(config)
     params = functions.initialise(jax.random.key(1), config.feature_width)
@@ -51,6 +55,7 @@ def texts(served, temperature):
     ("kind", "policy", "tensor", "markov_tables"),
     [
         (None, "none", 2, "split"), ("dspark", "fixed", 2, "replicated"), ("dspark", "threshold", 4, "split"),
+        ("reduced", "fixed", 2, "replicated"),
         pytest.param("dspark", "fixed", 2, "split", marks=pytest.mark.slow),
         pytest.param("eagle3", "fixed", 2, "split", marks=pytest.mark.slow),
     ],
