@@ -32,8 +32,8 @@ def float32_product(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Fl
     """Compute `x @ weight.T`, accumulated and returned in float32 whatever the type of the operands.
 
     Verification multiplies a few rows with every weight, which should take as long as reading the weights once. CPUs
-    come near that only if the weight is the left operand: a step over eight rows then takes 1.5 times one over one row, not
-    3.1 times (`bench decode`, two cores of an AMD EPYC).
+    come near that only if the weight is the left operand: a step over eight rows then takes 1.5 times one over one row,
+    not 3.1 times (`bench decode`, two cores of an AMD EPYC).
     """
     few = 1 < math.prod(x.shape[:-1]) <= _FEW_ROWS
     if few and x.dtype == weight.dtype == jnp.float32:
