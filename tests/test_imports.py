@@ -18,7 +18,7 @@ LAYERS = (
     | {"sampling", "sharding", "nn"},
     {"target", "draft", "spec", "data"},
     {"training", "engine", "evaluation"},
-    {"eval", "train", "regenerate", "calibrate", "profile", "convert", "compile", "bench", "cache", "curves"},
+    {"eval", "train", "regenerate", "calibrate", "profile", "convert", "compile", "bench", "cache", "curves", "reduce"},
 )
 COMMANDS = LAYERS[-1]
 # Measuring needs a decoder to measure.

@@ -96,6 +96,15 @@ class TokenizedCorpus:
             rows = [self.row(i) for i in range(begin, min(begin + _BLOCK_ROWS, len(self)))]
             yield np.concatenate([x for x, _ in rows]), np.concatenate([x for _, x in rows])
 
+    def supervised_counts(self) -> Int[np.ndarray, "V"]:
+        """How often each id is supervised, up to the largest one that is."""
+        counts = np.zeros(0, np.int64)
+        for tokens, loss_mask in self.blocks():
+            more = np.bincount(tokens[loss_mask == 1], minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        return counts
+
     def subset(self, rows: Sequence[int] | np.ndarray) -> TokenizedCorpus:
         """Return a corpus of the given rows, in the given order."""
         chosen = np.asarray(rows, np.int64)

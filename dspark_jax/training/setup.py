@@ -154,8 +154,7 @@ def sampled_vocabulary(config: TrainConfig, corpus: TokenizedCorpus) -> SampledV
     """
     if config.vocab_columns is None:
         return None
-    supervised = (tokens[loss_mask == 1] for tokens, loss_mask in corpus.blocks())
-    frequent = frequent_tokens(supervised, frequent_columns(config))
+    frequent = frequent_tokens(corpus.supervised_counts(), frequent_columns(config))
     return SampledVocabulary(config.vocab_columns, frequent, config.seed)
 
 
