@@ -69,9 +69,10 @@ def run(command: ReduceCommand, console: Console) -> int:
     stored = read_json(source / "config.json")
     own = config_json(drafter.config)
     save_drafter(reduced, command.output, extra={key: stored[key] for key in stored.keys() - own.keys()})
+    covered = counts[list(kept)].sum() / counts.sum()
     console.print(
-        f"{len(kept):,} of {target.config.vocab_size:,} tokens kept; they are {counts[list(kept)].sum() / counts.sum():.1%} "
-        f"of {counts.sum():,} answer tokens. Wrote {command.output}",
+        f"{len(kept):,} of {target.config.vocab_size:,} tokens kept; they are {covered:.1%} of {counts.sum():,} answer "
+        f"tokens. Wrote {command.output}",
         highlight=False,
         soft_wrap=True,
     )
