@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -35,6 +35,8 @@ class CompiledSteps:
 
     def __init__(self, steps: Steps, weights: Weights, threshold: float, seconds: np.ndarray, mesh: Mesh | None = None):
         self.steps, self.weights, self.mesh = steps, weights, mesh
+        # Flattened once, not in every call: some 300 arrays in nested dictionaries take a millisecond of the host's.
+        self._leaves, self._structure = jax.tree.flatten(weights)
         # Only drafting knows the policy: engines that differ in nothing else share their other programs.
         self._undecided = dataclasses.replace(steps, policy="none", block_size=0)
         self.threshold, self.seconds = np.float32(threshold), jnp.asarray(seconds)
@@ -58,8 +60,8 @@ class CompiledSteps:
 
     def propose(self, slots: Slots, memory: Memory, mode: str, capacity: int) -> tuple[Memory, Draft]:
         """Draft in every running slot; `capacity` is what policy `scheduled` may fill."""
-        args = (self.weights, in_mode(slots, mode), memory, self._limits(capacity))
-        return self._program("propose", mode, self.steps.propose, (2,), *args)(*args)
+        args = (self._leaves, in_mode(slots, mode), memory, self._limits(capacity))
+        return self._program("propose", mode, self._with_weights(self.steps.propose), (2,), *args)(*args)
 
     def step(
         self,
@@ -72,7 +74,7 @@ class CompiledSteps:
         diagnostics: bool = False,
     ) -> tuple[Slots, Memory, Report]:
         """Run a step of so many rows for anchors and drafts, and a chunk of prompts."""
-        args = (self.weights, in_mode(slots, mode), memory, draft, chunk)
+        args = (self._leaves, in_mode(slots, mode), memory, draft, chunk)
         slots, memory, report = self._step(rows, mode, args, diagnostics)(*args)
         return in_mode(slots, MODES[0]), memory, report
 
@@ -130,14 +132,18 @@ class CompiledSteps:
         *_, draft, chunk = args
         name = ("step", rows, (0, 0) if chunk is None else chunk.tokens.shape, draft is not None, diagnostics)
         step = functools.partial(self.steps.step, rows=rows, diagnostics=diagnostics)
-        return self._program(name, mode, step, (1, 2), *args)
+        return self._program(name, mode, self._with_weights(step), (1, 2), *args)
+
+    def _with_weights(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the weights as a function of their leaves."""
+        return lambda leaves, *rest: function(jax.tree.unflatten(self._structure, leaves), *rest)
 
     def _program(self, name: Any, mode: str, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
         """A compiled program; within one engine, name and mode say everything about its shapes."""
         key = (name, mode)
         if key not in self._compiled:
             steps = self.steps if name == "propose" else self._undecided
-            self._compiled[key] = PROGRAMS.get((steps, *key), function, donate, *args, mesh=self.mesh)
+            self._compiled[key] = PROGRAMS.get((steps, self._structure, *key), function, donate, *args, mesh=self.mesh)
         return self._compiled[key]
 
 

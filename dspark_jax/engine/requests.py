@@ -195,8 +195,13 @@ def token_ids(target: Target, prompt: Prompt, number: int) -> list[int]:
     """Token ids of a prompt, checked against the vocabulary.
 
     Raises:
-        ValueError: an empty prompt, ids outside the table, or messages for a target without a tokenizer.
+        ValueError: text that is no conversation, an empty prompt, ids outside the table, or messages for a target
+            without a tokenizer.
     """
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"prompt {number} is text: give a conversation, [{{'role': 'user', 'content': ...}}], or token ids"
+        )
     if len(prompt) and isinstance(prompt[0], Mapping):
         if target.tokenizer is None:
             raise ValueError(
