@@ -43,7 +43,7 @@ class ProfileCommand:
     draft: str = "dspark"
     slots: int = 8
     context: int = 256
-    repeats: int = 5
+    repeats: int = 7
     rows: tuple[int, ...] | None = None
     output: Path = Path("profile.json")
     plot: Path | None = None

@@ -128,7 +128,7 @@ def measure_profile(
     *,
     slots: int,
     context: int,
-    repeats: int = 5,
+    repeats: int = 7,
     ladder: tuple[int, ...] | None = None,
     max_length: int | None = None,
     chunk: int = 64,

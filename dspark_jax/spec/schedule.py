@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from scipy.optimize import isotonic_regression
 
 from dspark_jax.buckets import pick
 from dspark_jax.spec.verify import leading
@@ -68,9 +69,8 @@ class CostCurve:
     def monotone(cls, buckets: Iterable[SupportsIndex], seconds: Iterable[SupportsFloat]) -> CostCurve:
         """Build a curve from measurements: no bucket costs more than a larger one.
 
-        Where a bucket was measured slower than a larger one, it takes the larger one's time. Disturbances only ever add
-        time, so the faster of the two is the better measurement, and one slow outlier leaves the rest of the curve
-        alone (a running maximum would lift everything behind it).
+        Where buckets were measured slower than larger ones, all of them take their mean (isotonic regression): taking
+        the fastest would make a curve of many noisy buckets cheaper than it is, and a search over it finds just those.
 
         Args:
             buckets: numbers of rows, ascending.
@@ -83,11 +83,11 @@ class CostCurve:
             ValueError: as for the class.
 
         Example:
-            Buckets (1, 2, 4, 8) measured at (3, 9, 4, 6) seconds give (3, 4, 4, 6).
+            Buckets (1, 2, 4, 8) measured at (3, 9, 4, 6) seconds give (3, 6.33, 6.33, 6.33).
         """
-        measured = np.asarray([float(s) for s in seconds])
-        # `fmin` would let a NaN vanish behind a larger bucket; `minimum` hands it on to the check.
-        values = np.minimum.accumulate(measured[::-1])[::-1]
+        values = np.asarray([float(s) for s in seconds])
+        if len(values) and np.all(np.isfinite(values)):  # else the class says what is wrong
+            values = isotonic_regression(values).x
         return cls(tuple(operator.index(b) for b in buckets), tuple(values.tolist()))
 
     def seconds(self, rows: int) -> float:

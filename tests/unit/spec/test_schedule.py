@@ -56,7 +56,15 @@ def greedy(values, curve, active=None):
 class TestCostCurve:
     def test_a_bucket_never_costs_more_than_a_larger_one(self):
         curve = CostCurve.monotone(np.array([1, 2, 4, 8]), np.array([3.0, 9.0, 4.0, 6.0]))
-        assert curve == CostCurve((1, 2, 4, 8), (3.0, 4.0, 4.0, 6.0))
+        np.testing.assert_allclose(curve.bucket_seconds, (3.0, 19 / 3, 19 / 3, 19 / 3))
+
+    def test_measurements_that_rise_are_left_alone(self):
+        assert CostCurve.monotone((1, 2, 4), (0.1, 0.3, 0.4)) == CostCurve((1, 2, 4), (0.1, 0.3, 0.4))
+
+    def test_noise_does_not_make_a_curve_cheaper(self):
+        rng = np.random.default_rng(0)
+        curves = [CostCurve.monotone(range(1, 9), rng.normal(1, 0.05, 8)) for _ in range(500)]
+        assert abs(np.mean([curve.bucket_seconds for curve in curves]) - 1) < 0.002
 
     def test_cost_is_that_of_the_bucket(self):
         curve = CostCurve((2, 4, 8), (1.0, 1.5, 4.0))
