@@ -10,11 +10,12 @@ from jaxtyping import Float
 from dspark_jax.engine.probing import Probing
 from dspark_jax.spec.schedule import CostCurve, choose_capacity
 
-REQUEST_RATE, USUAL_RATE, FORGETTING, STEP_RATE = 0.3, 0.02, 0.03, 0.02
+REQUEST_RATE, USUAL_RATE, FORGETTING, STEP_RATE = 0.1, 0.005, 0.1, 0.02
 """How far one report moves a request's forecast, and that of all; how far a step without one moves the former back; how
 far a step moves the mean throughput.
 
-A block says little of the next but one, so none weighs much. The values were chosen by hand on a few recorded answers.
+A block says little of the next but one: over recorded answers a forecast explains 3 % of the variance, and it is as
+large as what follows (not more extreme) where a report moves it by a twentieth to a tenth.
 """
 
 
@@ -28,8 +29,9 @@ class Scheduling:
     Attributes:
         usual: mean survival over all requests, recent ones weighing more; 1 before the first report.
         probing: when to draft although it does not seem to pay.
-        tokens, seconds: of a step, moving means of what was expected of those chosen. What prompts add to a step is
-            left out: they have to be run in any case, so time saved elsewhere does not spare it.
+        tokens, seconds: of a step, moving means of what was expected of those chosen since the first report. What
+            prompts add to a step is left out: they have to be run in any case, so time saved elsewhere does not spare
+            it.
     """
 
     def __init__(self, curve: CostCurve, plain: CostCurve | None, block: int, limit: int):
@@ -43,7 +45,7 @@ class Scheduling:
         """
         self._curve, self._plain, self._limit = curve, plain, limit
         self._forecasts: dict[Hashable, Float[np.ndarray, "G"]] = {}
-        self._reports = 0
+        self._reports = self._steps = 0
         self.usual = np.ones(block)
         self.probing = Probing()
         self.tokens = self.seconds = 0.0
@@ -73,18 +75,49 @@ class Scheduling:
         """
         expected, count = self.forecast(requests)[:, : self._limit], len(requests)
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        capacity = choose_capacity(expected, count, self._curve, plain=self._plain, rate=rate)
-        if self.probing.skips(pays=capacity > 0):
-            capacity = 0
-        elif not capacity:
-            capacity = choose_capacity(expected, count, self._curve, rate=rate)
-        self._expect(expected, count, capacity)
+        capacity = choose_capacity(expected, count, self._curve, rate=rate)
+        likeliest = np.sort(expected.ravel())[::-1].cumsum()
+        tokens, seconds = count + _first(likeliest, capacity - count), self._curve.seconds(max(capacity, count))
+        if self._plain is not None:
+            plain = self._plain.seconds(count)
+            # Time is worth what it brings elsewhere, at least what it brings without drafts.
+            short = shortfall(likeliest, count, self._curve, plain, worth=max(rate, count / plain))
+            if not self.probing.drafts(short):
+                capacity, tokens, seconds = 0, count, plain
+        if self._reports:  # before, forecasts are a guess
+            self._steps += 1
+            weight = max(1 / self._steps, STEP_RATE)
+            self.tokens += weight * (tokens - self.tokens)
+            self.seconds += weight * (seconds - self.seconds)
         return capacity
 
-    def _expect(self, expected: Float[np.ndarray, "S G"], count: int, capacity: int) -> None:
-        """Take a step into the mean throughput."""
-        curve = self._curve if capacity else self._plain
-        assert curve is not None  # without a plain curve every step drafts
-        likeliest = np.sort(expected.ravel())[::-1][: max(capacity - count, 0)]
-        self.tokens += STEP_RATE * (count + likeliest.sum() - self.tokens)
-        self.seconds += STEP_RATE * (curve.seconds(max(capacity, count)) - self.seconds)
+
+def shortfall(likeliest: Float[np.ndarray, "N"], count: int, curve: CostCurve, plain: float, worth: float) -> float:
+    """How much more than expected the drafts of a step would have to bring to be worth the time they take.
+
+    Args:
+        likeliest: expected accepted tokens of the first 1, 2, ... drafts, the likeliest first.
+        count: requests of the step.
+        curve: seconds of a round that drafts, by rows.
+        plain: seconds of a round that does not.
+        worth: tokens that a second is worth.
+
+    Returns:
+        A share of what is expected: 0.5 where half as much again would do, below 0 where drafting pays; infinite where
+        nothing is expected.
+
+    Example:
+        One request, .5 tokens expected of its draft, 2 rows in 1.8 seconds, a plain round in 1, a token worth a second:
+        .8 / .5 - 1 = 60 %.
+    """
+    needed = [
+        worth * (seconds - plain) / gain
+        for rows, seconds in zip(curve.buckets, curve.bucket_seconds, strict=True)
+        if rows > count and (gain := _first(likeliest, rows - count)) > 0
+    ]
+    return min(needed, default=np.inf) - 1
+
+
+def _first(cumulative: Float[np.ndarray, "N"], drafts: int) -> float:
+    """The sum of the first drafts, or of all where there are fewer."""
+    return float(cumulative[min(drafts, len(cumulative)) - 1]) if drafts > 0 else 0.0

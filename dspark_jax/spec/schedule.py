@@ -188,10 +188,9 @@ def choose_capacity(
     num_active: int,
     curve: CostCurve,
     *,
-    plain: CostCurve | None = None,
     rate: float = 0.0,
 ) -> int:
-    """Choose the bucket of a round: the best throughput over the whole cost curve. Runs on the host.
+    """Choose the bucket of a round that drafts: the best throughput over the whole cost curve. Runs on the host.
 
     Step costs are staircases, where the early stop of `greedy_lengths` waits before the first step; this search does
     not. It is exact only on survivals of an earlier round (Appendix A of the paper): they may be two rounds old, which
@@ -202,14 +201,12 @@ def choose_capacity(
         survival: of an earlier round; 0 for slots that are known to have ended since.
         num_active: requests of the round, each with one row of its own.
         curve: seconds of a round by bucket.
-        plain: seconds of a round that drafts nothing at all; None where a round always drafts.
         rate: tokens that a second brings in the long run. Where no bucket comes up to it, as when few requests run for
             a moment, the bucket of the largest tokens - rate * seconds is chosen: time is worth what it brings
             elsewhere.
 
     Returns:
-        Rows of the round, a bucket of the curve; of equally good ones, the smallest. 0 means that not even drafting
-        pays: `plain` has the better throughput.
+        Rows of the round, a bucket of the curve; of equally good ones, the smallest.
 
     Raises:
         ValueError: the rows that must run do not fit the largest bucket.
@@ -224,9 +221,6 @@ def choose_capacity(
     gain = np.concatenate([[0.0], np.cumsum(best, dtype=np.float64)])
     drafts = np.minimum(buckets - num_active, num_active * survival.shape[1])
     tokens, seconds = num_active + gain[np.minimum(drafts, best.size)], np.asarray(curve.bucket_seconds[first:])
-    if plain is not None:
-        buckets, tokens = np.append(0, buckets), np.append(num_active, tokens)
-        seconds = np.append(plain.seconds(num_active), seconds)
     throughput = tokens / seconds
     return int(buckets[np.argmax(throughput if np.max(throughput) >= rate else tokens - rate * seconds)])
 

@@ -185,11 +185,10 @@ class TestChooseCapacity:
         assert choose_capacity(np.full((4, 2), 0.9), 0, CostCurve((1, 3), (1.0, 1.0))) == 1
 
     def test_time_is_worth_what_it_brings_in_the_long_run(self):
-        curve, plain = CostCurve((1, 2, 4), (1.2, 1.3, 1.9)), CostCurve((1,), (1.0,))
-        values = np.array([[0.6, 0.5, 0.4]])
-        # Throughputs 1/1 < 1.6/1.3 < 2.5/1.9 decide up to 1.3; at 1.6, -.6, -.48, -.54 tokens; at 3, -2, -2.3, -3.2.
-        assert [choose_capacity(values, 1, curve, plain=plain, rate=r) for r in (0.0, 1.3, 1.6, 3.0)] == [4, 4, 2, 0]
-        assert [choose_capacity(values, 1, curve, rate=r) for r in (3.0, 7.0)] == [2, 1]
+        curve, values = CostCurve((1, 2, 4), (1.2, 1.3, 1.9)), np.array([[0.6, 0.5, 0.4]])
+        # Throughputs 1/1.2 < 1.6/1.3 < 2.5/1.9 decide up to 1.3; at 1.6, -.92, -.48, -.54; at 7, -7.4 and less.
+        rates = (0.0, 1.3, 1.6, 3.0, 7.0)
+        assert [choose_capacity(values, 1, curve, rate=r) for r in rates] == [4, 4, 2, 2, 1]
 
     def test_what_must_run_must_fit(self):
         with pytest.raises(ValueError, match="5 does not fit the largest bucket 4"):
