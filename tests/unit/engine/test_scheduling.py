@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 
-from dspark_jax.engine.probing import LONGEST_WAIT, Probing
 from dspark_jax.engine.scheduling import FORGETTING, REQUEST_RATE, Scheduling, shortfall
 from dspark_jax.spec.schedule import CostCurve
 
@@ -58,17 +57,6 @@ def test_one_poor_block_does_not_end_drafting_and_many_do():
     # A row more than the anchor's takes 1.1 seconds instead of .8 and brings a fifth of a token, or little more.
     assert 0 in capacities and {c for c in capacities if c} <= set(CHEAP.buckets)
     assert capacities.count(0) > 60
-
-
-def test_a_probe_waits_by_the_square_of_what_is_missing():
-    def gap(missing):
-        probing = Probing()
-        return [probing.drafts(missing) for _ in range(300)].index(True)
-
-    gaps = {-1.0: 0, 0.0: 0, 0.09: 1, 0.49: 25, 0.99: 99, 2.0: LONGEST_WAIT, np.inf: LONGEST_WAIT}
-    assert {missing: gap(missing) for missing in gaps} == gaps
-    probing = Probing()
-    assert [probing.drafts(0.19) for _ in range(10)] == [False, False, False, False, True] * 2
 
 
 def test_shortfall_is_that_of_the_bucket_that_lacks_least():
