@@ -16,12 +16,12 @@ import tyro
 from rich.console import Console
 
 from dspark_jax.config import spread_layer_ids
-from dspark_jax.data.conversations import IngestOptions, load_corpus
+from dspark_jax.data.conversations import IngestOptions
 from dspark_jax.data.target_cache import size_estimate
-from dspark_jax.files import cache_dir
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded
 from dspark_jax.training.features import write_feature_cache
+from dspark_jax.training.setup import open_corpus
 from dspark_jax.types import ChatOptions
 
 
@@ -56,14 +56,8 @@ def main(command: CacheCommand) -> None:
     """Run the command."""
     console = Console()
     target = load_target(command.target, dtype=jnp.dtype(command.dtype))
-    corpus, summary = load_corpus(
-        command.data,
-        target.tokenizer,
-        IngestOptions(max_length=command.max_length, chat=command.chat),
-        vocab_size=target.config.vocab_size,
-        store=cache_dir() / "corpora",
-    )
-    console.print(summary.table())
+    options = IngestOptions(max_length=command.max_length, chat=command.chat)
+    corpus = open_corpus(target, command.data, options, console)
     taps = command.taps or spread_layer_ids(target.config.num_layers)
     width = target.config.hidden_size
     size = size_estimate(corpus.num_tokens, len(taps) * width, width, len(corpus))

@@ -15,14 +15,14 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from dspark_jax.data.conversations import IngestOptions, load_corpus
+from dspark_jax.data.conversations import IngestOptions
 from dspark_jax.draft.loading import config_json, drafter_folder, load_drafter, save_drafter
 from dspark_jax.draft.vocabulary import reduce_vocabulary
-from dspark_jax.files import cache_dir
 from dspark_jax.huggingface import read_json
 from dspark_jax.target.loading import load_target
 from dspark_jax.terminal import guarded, table_console
 from dspark_jax.training.columns import frequent_tokens
+from dspark_jax.training.setup import open_corpus
 from dspark_jax.types import ChatOptions
 
 
@@ -55,14 +55,8 @@ def run(command: ReduceCommand, console: Console) -> int:
     check_places(command, source)
     target = load_target(command.target)
     drafter = load_drafter(command.draft, target)
-    corpus, summary = load_corpus(
-        command.data,
-        target.tokenizer,
-        IngestOptions(max_length=command.max_length, chat=command.chat),
-        vocab_size=target.config.vocab_size,
-        store=cache_dir() / "corpora",
-    )
-    console.print(summary.table())
+    options = IngestOptions(max_length=command.max_length, chat=command.chat)
+    corpus = open_corpus(target, command.data, options, console)
     counts = corpus.supervised_counts()
     kept = frequent_tokens(counts, command.size)
     reduced = reduce_vocabulary(drafter, kept)

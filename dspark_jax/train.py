@@ -17,12 +17,11 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from dspark_jax.data.conversations import IngestOptions, load_corpus
+from dspark_jax.data.conversations import IngestOptions
 from dspark_jax.data.corpus import TokenizedCorpus, split_validation
 from dspark_jax.draft.contract import Drafter
 from dspark_jax.engine.generate import generate
 from dspark_jax.evaluation.summary import round_statistics
-from dspark_jax.files import cache_dir
 from dspark_jax.sharding import create_mesh
 from dspark_jax.spec.metrics import pool
 from dspark_jax.target.loading import Target, load_target
@@ -30,6 +29,7 @@ from dspark_jax.terminal import guarded
 from dspark_jax.training.config import TrainConfig, load_config
 from dspark_jax.training.loop import DecodeCheck, train
 from dspark_jax.training.processes import join
+from dspark_jax.training.setup import open_corpus
 
 PROGRAM = "python -m dspark_jax.train"
 DECODE_TOKENS = 64
@@ -74,14 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     divided = config.mesh.fsdp * config.mesh.tensor > 1
     target = load_target(config.target, dtype=jnp.dtype(config.dtype), mesh=mesh if divided else None, chat=config.chat)
     options = IngestOptions(max_length=config.sequence_length, min_loss_tokens=config.min_loss_tokens, chat=config.chat)
-    corpus, summary = load_corpus(
-        config.data,
-        target.tokenizer,
-        options,
-        vocab_size=target.config.vocab_size,
-        store=cache_dir() / "corpora",
-    )
-    console.print(summary.table())
+    corpus = open_corpus(target, config.data, options, console)
     check = None if config.decode_every is None else decode_check(target, corpus)
     result = train(config, target, corpus, decode_check=check, console=console)
     console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ import numpy as np
 from rich.console import Console
 
 from dspark_jax.config import DrafterConfig
+from dspark_jax.data.conversations import IngestOptions, load_corpus
 from dspark_jax.data.corpus import TokenizedCorpus, split_validation
 from dspark_jax.data.pipeline import BatchSource
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.draft.dspark import DSparkFunctions
 from dspark_jax.draft.loading import functions_for, load_drafter
+from dspark_jax.files import cache_dir
 from dspark_jax.nn.interval_kernel import KernelIntervals
 from dspark_jax.nn.intervals import DENSE_INTERVALS, IntervalAttention
 from dspark_jax.target.loading import Target
@@ -122,6 +125,19 @@ def create_step(config: TrainConfig, target: Target, steps: int, sampled: Sample
         sampled=sampled,
         attention=attention,
     )
+
+
+def open_corpus(target: Target, data: Sequence[str], options: IngestOptions, console: Console) -> TokenizedCorpus:
+    """Tokenize conversation files for a target, once a machine, and print what was kept.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_corpus`.
+    """
+    corpus, summary = load_corpus(
+        data, target.tokenizer, options, vocab_size=target.config.vocab_size, store=cache_dir() / "corpora"
+    )
+    console.print(summary.table())
+    return corpus
 
 
 def interval_attention(name: str | None) -> IntervalAttention:
