@@ -142,3 +142,12 @@ def test_cached_features_follow_their_documents(tmp_path):
         BatchSource(changed, 3, 16, 5, features=cache).batch(0)
     with pytest.raises(ValueError, match=r"10 of 50 documents are not in the target cache"):
         BatchSource(corpus_of(50), 3, 16, 5, features=cache)
+
+
+def test_supervised_tokens_are_counted_over_all_blocks(monkeypatch):
+    monkeypatch.setattr("dspark_jax.data.corpus._BLOCK_ROWS", 1)
+    rows = [([4, 4, 2, 3], [1, 1, 1, 0]), ([9, 7, 9, 11], [1, 1, 1, 0]), ([4, 1], [1, 0])]
+    corpus = TokenizedCorpus.from_rows(
+        [TokenizedRow(str(i), "", i, np.int32(tokens), np.uint8(mask)) for i, (tokens, mask) in enumerate(rows)]
+    )
+    assert corpus.supervised_counts().tolist() == [0, 0, 1, 0, 3, 0, 0, 1, 0, 2]
